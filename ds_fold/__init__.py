@@ -1,0 +1,34 @@
+"""Folded pipelines for DeepSpeed: data-parallel communication disappears behind compute.
+
+>>> net = ds_fold.PipelineModule(layers, num_stages=4, loss_fn=loss_fn, config="ds_config.json")
+>>> engine, optimizer, loader, scheduler = ds_fold.initialize(args=args, model=net, training_data=data)
+>>> loss = engine.train_batch()
+
+Importing the package is cheap: DeepSpeed and torch are loaded with the first name that needs them.
+"""
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "PipelineModule": "ds_fold.runtime.module",
+    "PipelineEngine": "ds_fold.runtime.engine",
+    "initialize": "ds_fold.initialization",
+    "LayerSpec": "deepspeed.pipe",
+    "TiedLayerSpec": "deepspeed.pipe",
+    "FoldConfig": "ds_fold.config",
+    "ConfigError": "ds_fold.config",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

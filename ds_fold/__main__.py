@@ -1,0 +1,84 @@
+"""``python -m ds_fold check ds_config.json --layers 24 --pp 4``: what would run, without starting anything."""
+
+import argparse
+import os
+import sys
+from typing import List, Optional
+
+CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run the command line. Returns the exit code: 0, or 2 for bad input with one message on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m ds_fold", description="Folded pipelines for DeepSpeed.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help=CHECK_HELP, description=CHECK_HELP)
+    check.add_argument("config", help="ds_config (JSON or HJSON)")
+    check.add_argument("--layers", type=int, required=True, help="number of layers of the PipelineModule")
+    check.add_argument("--pp", type=int, required=True, help="pipeline ranks (num_stages)")
+    check.add_argument("--dp", type=int, help="data-parallel ranks, where the config derives the micro-batches from them")
+    check.add_argument("--micro-batches", type=int, help="overrides the config's gradient_accumulation_steps")
+    check.add_argument("--eval", action="store_true", help="show the evaluation programs instead")
+    check.add_argument("--png", metavar="FILE", help="draw the schedule (needs matplotlib)")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # checking a config needs no device
+
+    from .config import ConfigError
+    from .schedule import ScheduleError
+    try:
+        return _check(args)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _check(args) -> int:
+    from .config import ConfigError, fold_config, load_config, micro_batches_of
+    from .partition import partition_uniform
+    from .schedule import bubble_fraction, verify
+
+    for name in ("layers", "pp", "dp", "micro_batches"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    config = load_config(args.config)
+    fold = fold_config(config)
+    M = args.micro_batches or micro_batches_of(config, args.dp)
+    if M is None:
+        raise ConfigError("the config gives train_batch_size and train_micro_batch_size_per_gpu; add --dp to know the "
+                          "micro-batches, or --micro-batches")
+    P, v = args.pp, fold.segments
+    fold.check(P, M, args.layers)
+    program = fold.eval_program(P, M) if args.eval else fold.train_program(P, M)
+    report = verify(program)
+
+    name = fold.schedule if isinstance(fold.schedule, str) else fold.schedule.file
+    if fold.schedule == "aiao":
+        name += f" (last_segment: {fold.last_segment})"
+    print(f"schedule {name}: {P} pipeline ranks, {v} segments, {M} micro-batches")
+    if isinstance(fold.partition, list):
+        cuts, how = fold.partition, "as listed"
+    else:
+        cuts, how = partition_uniform(args.layers, v * P), "uniform"
+        if fold.partition not in (None, "uniform"):
+            how = f"uniform here; {fold.partition!r} needs the model"
+    print(f"\nplacement ({how}):")
+    for r in range(P):
+        chunks = "  ".join(f"segment {k}: layers [{cuts[k * P + r]}, {cuts[k * P + r + 1]})" for k in range(v))
+        print(f"  rank {r}  {chunks}")
+    print("\nprograms:")
+    for r in range(P):
+        print(program.format(r))
+    print("\nlive activations, in chunks of 1/v of a rank:")
+    for r in range(P):
+        print(f"  rank {r}  peak {report.peak_live[r]} of {v * M}, receives posted ahead at most {report.peak_posted[r]}")
+    print(f"\nbubble fraction {bubble_fraction(program):.1%} (free communication, backward = 2 forwards)")
+    if args.png:
+        from .timeline import draw
+        draw([(name, program)], args.png)
+        print(f"drawn to {args.png}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

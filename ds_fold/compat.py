@@ -1,0 +1,263 @@
+"""The only place that touches DeepSpeed's private names: a new DeepSpeed release is this file's work.
+
+The two base classes translate between DeepSpeed's internal methods and the public hooks that the rest of the package
+implements. Facts about the internals are for DeepSpeed 0.19.x.
+"""
+
+from contextlib import contextmanager
+from typing import List, Tuple
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule as stock_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine as _StockEngine
+from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
+
+#: releases of DeepSpeed that this file was written for; before 0.19.3 pipelines scaled gradients wrongly
+SUPPORTED_DEEPSPEED = ("0.19.3", "0.20")
+
+
+def check_deepspeed_version(version: str = deepspeed.__version__) -> None:
+    """Raises RuntimeError unless ``version`` is a supported release of DeepSpeed."""
+    low, high = SUPPORTED_DEEPSPEED
+    release = Version(Version(version).base_version)
+    if not Version(low) <= release < Version(high):
+        raise RuntimeError(f"ds_fold supports DeepSpeed >= {low}, < {high}, but {version} is installed: "
+                           f"pip install 'deepspeed>={low},<{high}'")
+
+
+@contextmanager
+def engine_class(cls):
+    """Within this context, ``deepspeed.initialize`` builds ``cls`` for a PipelineModule: it looks the class up in its module."""
+    stock, deepspeed.PipelineEngine = deepspeed.PipelineEngine, cls
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock
+
+
+class PipelineModuleBase(_StockModule):
+    """DeepSpeed's PipelineModule with hooks for placement and construction.
+
+    Subclasses implement :meth:`place_layers` and :meth:`chunk_bounds`.
+    """
+
+    def place_layers(self, method: str) -> List[int]:
+        """The cuts between all virtual stages."""
+        raise NotImplementedError
+
+    def chunk_bounds(self) -> List[Tuple[int, int]]:
+        """This rank's chunks as ranges of global layer indices, by segment."""
+        raise NotImplementedError
+
+    @property
+    def layer_specs(self) -> list:
+        return self._layer_specs
+
+    @property
+    def grid(self):
+        return self._grid
+
+    def layers_of_type(self, pattern: str) -> List[int]:
+        """Indices of the layers whose class or function name matches ``pattern``, ignoring case."""
+        return self._find_layer_type(pattern)
+
+    def is_checkpointable(self, funcs) -> bool:
+        return self._is_checkpointable(funcs)
+
+    def _partition_layers(self, method="uniform"):
+        self.parts = self.place_layers(method)
+        self._set_bounds(*self.chunk_bounds()[0])
+
+    def _build(self):
+        #: the layers' global indices, in the order of forward_funcs
+        self.global_layer_indices = []
+        #: segment -> range of this rank's forward_funcs
+        self.segment_ranges = []
+        for start, stop in self.chunk_bounds():
+            self._set_bounds(start, stop)
+            first = len(self.forward_funcs)
+            super()._build()
+            self.segment_ranges.append((first, len(self.forward_funcs)))
+            self.global_layer_indices.extend(range(start, stop))
+        self._set_bounds(*self.chunk_bounds()[0])
+
+    @torch.no_grad()  # otherwise the broadcast becomes part of the weights' graph, and the first backward warns of it
+    def _synchronize_tied_weights(self):
+        super()._synchronize_tied_weights()
+
+    def _precompute_checkpointable_values(self):
+        pass  # blocks are found per segment where they are used, see PipelineModule.forward
+
+    @contextmanager
+    def _global_index(self, local_idx):
+        # checkpoint paths are _local_start + local index; with several chunks the sum is looked up instead
+        start, self._local_start = self._local_start, self.global_layer_indices[local_idx] - local_idx
+        try:
+            yield
+        finally:
+            self._local_start = start
+
+    def ckpt_layer_path(self, ckpt_dir, local_layer_idx):
+        with self._global_index(local_layer_idx):
+            return super().ckpt_layer_path(ckpt_dir, local_layer_idx)
+
+    def ckpt_layer_path_list(self, ckpt_dir, local_layer_idx):
+        with self._global_index(local_layer_idx):
+            return super().ckpt_layer_path_list(ckpt_dir, local_layer_idx)
+
+
+class PipelineEngineBase(_StockEngine):
+    """DeepSpeed's PipelineEngine with hooks for the schedule, and its gradient state reduced to plain functions.
+
+    Subclasses implement :meth:`train_schedule`, :meth:`eval_schedule` and :meth:`run_schedule`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        config = kwargs["config_class"]
+        # ZeRO-1 registers hooks for contiguous_gradients and holds two buffers of reduce_bucket_size for it; a pipeline reduces
+        # once per batch and gains nothing from either
+        config.zero_config.contiguous_gradients = False
+        # accumulate each bf16 gradient as it appears, instead of walking all parameters around every backward
+        config.bfloat16_config.immediate_grad_update = True
+        super().__init__(*args, **kwargs)
+
+    # hooks ----------------------------------------------------------------------------------------------------------------
+
+    def train_schedule(self):
+        raise NotImplementedError
+
+    def eval_schedule(self, micro_batches: int):
+        raise NotImplementedError
+
+    def run_schedule(self, schedule) -> None:
+        raise NotImplementedError
+
+    def _train_schedule(self):
+        return self.train_schedule()
+
+    def _inference_schedule(self, micro_batches):
+        return self.eval_schedule(micro_batches)
+
+    def _exec_schedule(self, pipe_schedule):
+        self.fwd_outputs = []
+        self.run_schedule(pipe_schedule)
+
+    def _backward_prologue_per_tensor(self, grad):
+        return grad  # gradient accumulation is scaled once, at the loss
+
+    # what the engine needs to know --------------------------------------------------------------------------------------------
+
+    @property
+    def ds_config(self) -> dict:
+        """The ds_config as the user wrote it."""
+        return self._config._param_dict
+
+    @property
+    def computes_loss(self) -> bool:
+        """False while evaluating with ``compute_loss=False``."""
+        return self._compute_loss
+
+    def next_batch(self):
+        """The next item of the data iterator, after ``batch_fn``."""
+        return self._next_batch()
+
+    def autocast(self):
+        """DeepSpeed's ``torch_autocast`` context, or one that does nothing."""
+        return autocast_if_enabled(self)
+
+    @property
+    def reentrant_checkpointing(self) -> bool:
+        return self._reentrant_activation_checkpointing()
+
+    # gradients and step -------------------------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """Forget what the optimizer wrapper remembers of the last batch's gradients."""
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            self.optimizer.clear_backward_seen_flag()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, 1 unless training in fp16."""
+        scale = getattr(self.optimizer, "loss_scale", getattr(self.optimizer, "cur_scale", 1.0))
+        return loss if scale == 1.0 else loss * scale
+
+    def accumulated_grad(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The buffer in which the gradients of this batch are summed, zeros where no gradient has come."""
+        if isinstance(self.optimizer, BF16_Optimizer):
+            for group, gradients in zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients):
+                for candidate, gradient in zip(group, gradients):
+                    if candidate is parameter:
+                        return gradient.view_as(parameter)
+            raise KeyError("parameter does not belong to the optimizer")
+        attribute = "grad_accum" if getattr(self.optimizer, "use_grad_accum_attribute", False) else "grad"
+        if getattr(parameter, attribute, None) is None:
+            dtype = self.optimizer.gradient_accumulation_dtype if attribute == "grad_accum" else parameter.dtype
+            setattr(parameter, attribute, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+        return getattr(parameter, attribute)
+
+    def tied_weights(self) -> List[Tuple[torch.Tensor, object]]:
+        """Trainable weights that other pipeline ranks hold, too, with the process group of their holders."""
+        return [(weight, group) for weight, group in self.module.get_tied_weights_and_groups() if weight.requires_grad]
+
+    def reduce_tied_gradients(self) -> None:
+        """Sum the gradients of tied weights over the pipeline ranks that hold them."""
+        for weight, group in self.tied_weights():
+            dist.all_reduce(self.accumulated_grad(weight), group=group)
+
+    def reduce_gradients(self) -> None:
+        """Average all gradients over the data-parallel ranks, by the optimizer wrapper's own means; returns when done."""
+        if not isinstance(self.optimizer, BF16_Optimizer):
+            # a parameter that got no gradient counts as zero, so that all replicas issue the same collectives
+            for parameter in self.module.parameters():
+                if parameter.requires_grad:
+                    self.accumulated_grad(parameter)
+        self._exec_reduce_grads()
+
+    def step_optimizer(self) -> None:
+        self._exec_optimizer_step()
+
+    def clip_fp32_gradients(self):
+        """Clip by the norm over the whole model. DeepSpeed's own counts the first pipeline rank's parameters only."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        counted = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts_in_norm(p)]
+        device = self.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted)).double().square().sum().to(device)
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        self._global_grad_norm = total.sqrt().item()
+        if gradients:
+            torch._foreach_mul_(gradients, min(1.0, self.gradient_clipping() / (self._global_grad_norm + 1e-6)))
+
+    def _counts_in_norm(self, parameter) -> bool:
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        sliced = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
+        return sliced or self.grid.get_slice_parallel_rank() == 0
+
+
+def non_reentrant_checkpoint(function, *inputs):
+    """``function(*inputs)``, recomputed in backward; inputs need not require gradients."""
+    return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+
+
+def is_reentrant(checkpoint_function) -> bool:
+    """Whether an activation checkpoint function needs an input that requires gradients."""
+    return checkpoint_function is not checkpointing.non_reentrant_checkpoint
+
+
+def reset_checkpoint_buffers() -> None:
+    checkpointing.reset()
+
+
+__all__ = [
+    "SUPPORTED_DEEPSPEED", "check_deepspeed_version", "engine_class", "PipelineModuleBase", "PipelineEngineBase",
+    "non_reentrant_checkpoint", "is_reentrant", "reset_checkpoint_buffers", "stock_schedule"
+]

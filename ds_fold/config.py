@@ -1,0 +1,213 @@
+"""The ``ds_fold`` block of a ds_config: typed, with every wrong key, type or combination refused by one clear message."""
+
+import difflib
+import os
+from typing import Any, Dict, List, Optional, Union
+
+import hjson
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, ValidationError, field_validator
+
+from .schedule import (
+    DEFAULT_RECEIVE_AHEAD,
+    SCHEDULE_NAMES,
+    Program,
+    ScheduleError,
+    compute_order,
+    forward_order,
+    lower,
+    read_csv,
+    verify,
+)
+
+BLOCK = "ds_fold"
+
+
+class ConfigError(ValueError):
+    """A ds_config that cannot be run; the message names the key, the values and the remedy."""
+
+
+class ScheduleFile(DeepSpeedConfigModel):
+    """A custom schedule."""
+
+    file: str
+    """CSV of compute order: one row per pipeline rank, cells such as F0.3 and B1.0."""
+
+
+class FoldConfig(DeepSpeedConfigModel):
+    """The ``ds_fold`` block. Without it, the pipeline runs plain 1F1B."""
+
+    schedule: Union[str, ScheduleFile] = "1f1b"
+    """"gpipe", "1f1b", "interleaved_1f1b", "aiao", or {"file": "my.csv"}."""
+
+    segments: int = Field(1, ge=1, strict=True)
+    """v: model chunks per pipeline rank. Virtual stage k*P + r lives on pipeline rank r."""
+
+    last_segment: str = "1f1b"
+    """AIAO only. "1f1b": 1F1B inside the last segment, same makespan and less memory; "all_forward": Fold3D's figure."""
+
+    micro_batch_group: Optional[int] = Field(None, ge=1, strict=True)
+    """Micro-batches that pass a segment together, between P and M. Default: P for interleaved_1f1b, M for aiao."""
+
+    head_backward: str = "scheduled"
+    """"immediate": the last virtual stage's backward follows its forward at once, so that logits never pile up."""
+
+    partition: Optional[Union[str, List[int]]] = None
+    """"uniform", "parameters", "type:regex", or the list of v*P + 1 cuts [0, ..., layers]. Default: partition_method."""
+
+    receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
+    """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value):
+        if isinstance(value, str) and value not in SCHEDULE_NAMES:
+            raise ValueError(f"{value!r} is not a schedule{_did_you_mean(value, SCHEDULE_NAMES)}; use one of "
+                             f"{', '.join(SCHEDULE_NAMES)}, or " '{"file": "my.csv"}')
+        return value
+
+    @field_validator("last_segment")
+    @classmethod
+    def _known_last_segment(cls, value):
+        return _one_of(value, ("1f1b", "all_forward"))
+
+    @field_validator("head_backward")
+    @classmethod
+    def _known_head_backward(cls, value):
+        return _one_of(value, ("scheduled", "immediate"))
+
+    @property
+    def preset(self) -> Optional[str]:
+        """Key of ``PRESETS``; None for a schedule from a file."""
+        if not isinstance(self.schedule, str):
+            return None
+        return "aiao_all_forward" if self.schedule == "aiao" and self.last_segment == "all_forward" else self.schedule
+
+    def orders(self, P: int, M: int):
+        """The compute order of every pipeline rank. Raises ScheduleError where it cannot run."""
+        if self.last_segment != "1f1b" and self.schedule != "aiao":
+            raise ScheduleError(f"{BLOCK}.last_segment={self.last_segment!r} belongs to schedule 'aiao', but "
+                                f"{BLOCK}.schedule={self.schedule!r}; remove it or use 'aiao'")
+        if self.preset is None:
+            for key in ("micro_batch_group", "head_backward"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ScheduleError(f"{BLOCK}.{key} has no meaning for a schedule from a file; remove it")
+            return read_csv(self.schedule.file, P, self.segments, M)
+        return compute_order(self.preset, P, self.segments, M, self.micro_batch_group, self.head_backward)
+
+    def train_program(self, P: int, M: int) -> Program:
+        """The program of one training batch on P pipeline ranks, proved. Raises ScheduleError."""
+        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead)
+        verify(program)
+        return program
+
+    def eval_program(self, P: int, M: int) -> Program:
+        """The forward-only program of one evaluation batch, proved."""
+        program = lower(forward_order(P, self.segments, M), self.segments, M, self.receive_ahead, forward_only=True)
+        verify(program)
+        return program
+
+    def check(self, P: int, M: Optional[int] = None, layers: Optional[int] = None) -> None:
+        """Refuse what cannot run on P pipeline ranks with M micro-batches and this many layers (None: not known yet).
+
+        Raises:
+            ConfigError
+        """
+        try:
+            # without M, the smallest M that any option can ask for shows the combinations that never work
+            self.orders(P, M or max(P, self.micro_batch_group or P)) if M or self.preset else None
+        except ScheduleError as error:
+            raise ConfigError(str(error)) from None
+        if layers is not None and layers < self.segments * P:
+            raise ConfigError(f"{layers} layers cannot fill {BLOCK}.segments={self.segments} x {P} pipeline ranks = "
+                              f"{self.segments * P} chunks; use segments <= {max(1, layers // P)} or fewer pipeline ranks")
+
+
+def load_config(config: Union[None, str, Dict[str, Any]]) -> Dict[str, Any]:
+    """A ds_config as a dict, from a path to a JSON or HJSON file, or the dict itself; None is empty.
+
+    Raises:
+        ConfigError: no such file, or it is neither JSON nor HJSON, or holds no object.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config={config!r}: expected a path to a JSON or HJSON file, or a dict")
+    try:
+        with open(config) as file:
+            loaded = hjson.load(file, object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise ConfigError(f"config {os.fspath(config)!r} cannot be read: {error.strerror}") from None
+    except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {os.fspath(config)!r} is neither JSON nor HJSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config {os.fspath(config)!r} must hold one JSON object, found {type(loaded).__name__}")
+    return loaded
+
+
+def fold_config(config: Union[None, str, Dict[str, Any]]) -> FoldConfig:
+    """The typed ``ds_fold`` block of a ds_config (path, dict or None). Raises ConfigError naming every wrong key."""
+    block = load_config(config).get(BLOCK, {})
+    if not isinstance(block, dict):
+        raise ConfigError(f"{BLOCK} must be an object such as {{\"schedule\": \"aiao\", \"segments\": 4}}, found {block!r}")
+    try:
+        return FoldConfig(**block)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors() if not _other_branch(e))) from None
+
+
+def micro_batches_of(config: Dict[str, Any], data_parallel: Optional[int] = None) -> Optional[int]:
+    """M as DeepSpeed derives it: ``gradient_accumulation_steps``, or train_batch_size / (micro-batch size * D), or 1.
+
+    Args:
+        config: the ds_config.
+        data_parallel: D, where known.
+
+    Returns:
+        None where the config leaves it to D, and D is not given. Contradictions are left to DeepSpeed, which reports them.
+    """
+    keys = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    gas, batch, micro = (value if isinstance(value := config.get(key), int) else None for key in keys)
+    if gas is not None:
+        return gas
+    if batch is None or micro is None:
+        return 1
+    return None if data_parallel is None else max(1, batch // (micro * data_parallel))
+
+
+def _one_of(value: str, allowed) -> str:
+    if value not in allowed:
+        raise ValueError(f"{value!r} is not one of {', '.join(map(repr, allowed))}{_did_you_mean(value, allowed)}")
+    return value
+
+
+def _did_you_mean(word: str, known) -> str:
+    close = difflib.get_close_matches(word.lower(), known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _other_branch(error: Dict[str, Any]) -> bool:
+    """True for the complaint of a union's string form about a value that was clearly meant for the other form."""
+    return error["loc"][-1] == "str" and isinstance(error["input"], (dict, list))
+
+
+def _explain(error: Dict[str, Any]) -> str:
+    """One pydantic error as a line: the key, what was given, what is expected."""
+    where = [str(part) for part in error["loc"] if part not in ("str", "ScheduleFile", "list[int]")]
+    key = ".".join([BLOCK, *where])
+    if error["type"] == "extra_forbidden":
+        known = list(FoldConfig.model_fields)
+        return f"{key}: unknown key{_did_you_mean(where[-1], known)}; known keys are {', '.join(known)}"
+    message = error["msg"].replace("Value error, ", "")
+    given = "" if error["type"] in ("value_error", "missing") else f", got {error['input']!r}"
+    return f"{key}: {message[0].lower() + message[1:] if message[:1].isupper() else message}{given}"
+
+
+def _no_duplicates(pairs):
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"key {key!r} appears twice in the config; keep one")
+    return dict(pairs)

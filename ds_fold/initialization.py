@@ -1,0 +1,30 @@
+"""``initialize``: DeepSpeed's entry point with the folded engine."""
+
+import deepspeed
+
+from . import compat
+from .config import ConfigError, load_config
+from .runtime.engine import PipelineEngine
+from .runtime.module import PipelineModule
+
+
+def initialize(args=None, model=None, *rest, config=None, **kwargs):
+    """``deepspeed.initialize`` for a :class:`ds_fold.PipelineModule`; same arguments, same results.
+
+    The config is given as ``config=`` (path to JSON or HJSON, or dict) or by ``args.deepspeed_config``.
+
+    Returns:
+        (engine, optimizer, training_dataloader, lr_scheduler)
+
+    Raises:
+        ConfigError: on every rank, before any training, naming the key, the values and the remedy.
+    """
+    compat.check_deepspeed_version()
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(f"model is a {type(model).__name__}; build it with ds_fold.PipelineModule")
+    if config is None and getattr(args, "deepspeed_config", None) is None and "config_params" not in kwargs and model.ds_config:
+        config = model.ds_config
+    if isinstance(config, str):
+        config = load_config(config)
+    with compat.engine_class(PipelineEngine):
+        return deepspeed.initialize(args, model, *rest, config=config, **kwargs)

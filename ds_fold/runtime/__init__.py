@@ -1,0 +1,1 @@
+"""What runs: the folded module, the engine that interprets programs, and the channels between pipeline ranks."""

@@ -1,0 +1,371 @@
+"""The engine: interprets a program, instruction by instruction, on one pipeline rank.
+
+Per (segment, micro-batch) there is one slot; it is made when its first part arrives and gone when its gradient has been sent.
+
+    LOAD / WAIT_RECV_ACT -> slot.inputs --F--> slot.outputs --SEND_ACT--> next virtual stage
+                                                  |                           |
+    SEND_GRAD <-- slot.input_grads <------B------ slot.output_grads <-- WAIT_RECV_GRAD
+"""
+
+from contextlib import ExitStack
+from typing import Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineError
+
+from .. import compat
+from ..config import ConfigError, fold_config
+from ..schedule import ScheduleError
+from ..schedule import actions as op
+from .channels import Channel, Message, MessageSpec
+from .instructions import INSTRUCTIONS, ProgramSchedule
+from .module import PipelineModule
+
+
+class Slot:
+    """Everything that one micro-batch holds on one chunk."""
+    __slots__ = ("inputs", "input_grads", "outputs", "output_grads", "labels", "loss")
+
+    def __init__(self):
+        self.inputs: Optional[Message] = None
+        self.input_grads: Optional[List[Optional[torch.Tensor]]] = None
+        self.outputs: Optional[Message] = None
+        self.output_grads: Optional[Tuple[torch.Tensor, ...]] = None
+        self.labels = None
+        self.loss: Optional[torch.Tensor] = None
+
+
+class _Received(torch.autograd.Function):
+    """Makes a received tensor part of the graph: not a leaf, so that layers may work on it in place, and without a copy.
+    Its gradient goes to ``sink[index]``."""
+
+    @staticmethod
+    def forward(ctx, anchor, tensor, sink, index):
+        ctx.sink, ctx.index = sink, index
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.sink[ctx.index] = grad
+        return None, None, None, None
+
+
+class PipelineEngine(compat.PipelineEngineBase):
+    """DeepSpeed's ``PipelineEngine`` that runs the programs of :mod:`ds_fold.schedule`. Built by :func:`ds_fold.initialize`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.module, PipelineModule):
+            raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
+        self.fold = fold_config(self.ds_config)
+        if (self.fold.segments, self.fold.partition) != (self.module.fold.segments, self.module.fold.partition):
+            raise ConfigError(f"the module was built for ds_fold.segments={self.module.fold.segments}, partition="
+                              f"{self.module.fold.partition}, but the engine's config says segments={self.fold.segments}, "
+                              f"partition={self.fold.partition}; pass the same config to PipelineModule(config=...) and "
+                              f"initialize()")
+        self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
+        self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
+        self._slots: Dict[Tuple[int, int], Slot] = {}
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self._training_batch = True
+        P, v = self.num_stages, self.fold.segments
+        self._last_virtual_stage = v * P - 1
+        #: edge into a virtual stage -> its name in messages and on the channels
+        self._edges = [f"virtual stage {s - 1} -> {s} ({self.module.describe_last_layer(s // P)})" if self._is_mine(s)
+                       else f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
+        self._open_channels()
+        self.train_schedule()  # a schedule that cannot run is refused now, on every rank
+
+    def _is_mine(self, s: int) -> bool:
+        return s % self.num_stages == self.stage_id
+
+    def _open_channels(self) -> None:
+        """One process group per directed use of an edge. All ranks create all groups, in one order."""
+        self._act_in = self._act_out = self._grad_in = self._grad_out = None
+        P = self.num_stages
+        if P == 1:
+            return
+        edges = P if self.fold.segments > 1 else P - 1  # the last edge is the wrap-around
+        for ranks in self.grid.pipe_groups:
+            for r in range(edges):
+                ends = [ranks[r], ranks[(r + 1) % P]]
+                for forward in (True, False):
+                    group = dist.new_group(ends)
+                    if self.global_rank not in ends:
+                        continue
+                    peer = ends[1] if self.global_rank == ends[0] else ends[0]
+                    channel = Channel(group, peer, self.device, self.module.dynamic_shape, with_header=forward)
+                    if (self.global_rank == ends[0]) == forward:
+                        name = "_act_out" if forward else "_grad_out"
+                    else:
+                        name = "_act_in" if forward else "_grad_in"
+                    setattr(self, name, channel)
+
+    def reset_activation_shape(self):
+        """The shapes between chunks may differ from here on. Call on all ranks, between batches."""
+        super().reset_activation_shape()
+        for channel in self._act_channels():
+            channel.forget_shapes()
+
+    # schedules ------------------------------------------------------------------------------------------------------------
+
+    def train_schedule(self) -> ProgramSchedule:
+        """This rank's program for a training batch, proved once per number of micro-batches. Raises ConfigError."""
+        return self._schedule(True, self.micro_batches)
+
+    def eval_schedule(self, micro_batches: int) -> ProgramSchedule:
+        """This rank's forward-only program."""
+        return self._schedule(False, micro_batches)
+
+    def _schedule(self, train: bool, M: int) -> ProgramSchedule:
+        if (train, M) not in self._schedules:
+            build = self.fold.train_program if train else self.fold.eval_program
+            try:
+                self._schedules[train, M] = ProgramSchedule(build(self.num_stages, M), self.stage_id)
+            except ScheduleError as error:
+                raise ConfigError(str(error)) from None
+        return self._schedules[train, M]
+
+    def run_schedule(self, schedule) -> None:
+        """Execute the instructions of this rank through ``_INSTRUCTION_MAP``."""
+        self._training_batch = self.module.training
+        if self._training_batch:
+            self.begin_batch()
+            self._interpret(schedule)
+        else:
+            with ExitStack() as stack:
+                for channel in self._act_channels():
+                    stack.enter_context(channel.separate_shapes())
+                self._interpret(schedule)
+            compat.reset_checkpoint_buffers()
+        self.module.micro_offset += schedule.micro_batches
+        if self._slots:
+            raise RuntimeError(f"slots left after the batch: {sorted(self._slots)}")
+
+    def _interpret(self, schedule) -> None:
+        for step in schedule:
+            for instruction in step:
+                method = self._INSTRUCTION_MAP.get(type(instruction))
+                if method is None:
+                    raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
+                method(self, **instruction.kwargs)
+
+    def _act_channels(self) -> List[Channel]:
+        return [channel for channel in (self._act_in, self._act_out) if channel is not None]
+
+    def _slot(self, segment: int, micro_batch: int) -> Slot:
+        slot = self._slots.get((segment, micro_batch))
+        if slot is None:
+            slot = self._slots[segment, micro_batch] = Slot()
+        return slot
+
+    def _virtual_stage(self, segment: int) -> int:
+        return segment * self.num_stages + self.stage_id
+
+    # data -----------------------------------------------------------------------------------------------------------------
+
+    def exec_load(self, segment, micro_batch, **_):
+        batch = self.next_batch()
+        if self.is_first_stage():
+            inputs = batch[0]
+            if not torch.is_tensor(inputs):
+                inputs = tuple(self._own_input(t) for t in inputs)
+            self._slot(0, micro_batch).inputs = inputs if isinstance(inputs, tuple) else self._own_input(inputs)
+        if self.is_last_stage():
+            labels = batch[1]
+            if isinstance(labels, (tuple, list)):
+                labels = tuple(t.to(self.device) for t in labels)
+            elif torch.is_tensor(labels):
+                labels = labels.to(self.device)
+            self._slot(self.fold.segments - 1, micro_batch).labels = labels
+
+    def _own_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        # a copy: the first layer may work in place
+        mine = tensor.detach().to(self.device, copy=True)
+        if self._training_batch and self.reentrant_checkpointing and mine.is_floating_point():
+            mine.requires_grad = True
+        return mine
+
+    # compute --------------------------------------------------------------------------------------------------------------
+
+    def exec_forward(self, segment, micro_batch, **_):
+        slot = self._slot(segment, micro_batch)
+        inputs, slot.inputs = slot.inputs, None
+        with self.autocast():
+            outputs = self.module(inputs, segment=segment, micro_batch=micro_batch)
+        s = self._virtual_stage(segment)
+        if s == self._last_virtual_stage:
+            self._compute_head(slot, outputs)
+            if not self._training_batch:
+                del self._slots[segment, micro_batch]
+            return
+        self._check_outputs(outputs, segment)
+        slot.outputs = outputs
+        if self.num_stages == 1:
+            self._hand_over(segment, micro_batch)
+        elif self._training_batch:
+            self._grad_in.expect(self._edges[s + 1], MessageSpec.of(outputs).gradients())
+
+    def _compute_head(self, slot: Slot, outputs) -> None:
+        """The loss of one micro-batch, as DeepSpeed counts it."""
+        if self.computes_loss and self.module.loss_fn is not None:
+            with self.autocast():
+                loss = self.module.loss_fn(outputs, slot.labels)
+        else:
+            loss = outputs
+        slot.labels = None
+        if self.eval_return_logits:
+            self.outputs = outputs
+        detached = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
+        self.fwd_outputs.append(detached)
+        self.total_loss = _add(self.total_loss, detached)
+        additional = self.module.get_additional_losses()
+        if additional is not None:
+            totals = self.total_additional_losses or type(additional)()
+            for name, value in additional.items():
+                totals[name] = _add(totals.get(name), value.detach())
+            self.total_additional_losses = totals
+        if self._training_batch:
+            slot.loss = self._backward_root(loss)
+
+    def _backward_root(self, loss) -> torch.Tensor:
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            form = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+            raise PipelineError(f"the loss of a training batch must be one number, but loss_fn (or the last layer) returned {form}")
+        return self.scale_loss(loss / self.micro_batches)
+
+    def exec_backward(self, segment, micro_batch, **_):
+        slot = self._slot(segment, micro_batch)
+        if self._virtual_stage(segment) == self._last_virtual_stage:
+            if slot.loss.requires_grad:
+                torch.autograd.backward(slot.loss)
+        else:
+            outputs = slot.outputs if isinstance(slot.outputs, tuple) else (slot.outputs, )
+            roots = [t for t in outputs if t.requires_grad]
+            if roots:
+                # one joint backward: a trunk that several outputs share runs once
+                torch.autograd.backward(roots, slot.output_grads)
+        slot.outputs = slot.output_grads = slot.loss = None
+        if self.num_stages == 1 and segment > 0:
+            self._hand_back(segment, micro_batch)
+        elif self._virtual_stage(segment) == 0:
+            del self._slots[segment, micro_batch]
+
+    def _check_outputs(self, outputs, segment: int) -> None:
+        if torch.is_tensor(outputs):
+            return
+        if isinstance(outputs, tuple) and outputs and all(torch.is_tensor(t) for t in outputs):
+            return
+        form = type(outputs).__name__
+        if isinstance(outputs, tuple):
+            form = f"a tuple of ({', '.join(type(t).__name__ for t in outputs)})"
+        raise PipelineError(f"{self.module.describe_last_layer(segment)} returned {form}, but what passes between chunks must be "
+                            f"a tensor or a tuple of tensors")
+
+    # hand-over on one rank --------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, segment: int, micro_batch: int) -> None:
+        slot = self._slots[segment, micro_batch]
+        self._take_inputs(segment + 1, micro_batch, slot.outputs)
+        if not self._training_batch:
+            del self._slots[segment, micro_batch]
+
+    def _hand_back(self, segment: int, micro_batch: int) -> None:
+        self._slots[segment - 1, micro_batch].output_grads = self._take_input_grads(segment, micro_batch)
+
+    def _take_inputs(self, segment: int, micro_batch: int, message: Message, spec: Optional[MessageSpec] = None) -> None:
+        """Put a message into its slot; tensors that require gradients become part of the graph."""
+        slot = self._slot(segment, micro_batch)
+        if self._training_batch:
+            spec = spec or MessageSpec.of(message)
+            tensors = message if isinstance(message, tuple) else (message, )
+            slot.input_grads = [None] * len(tensors)
+            tensors = tuple(
+                _Received.apply(self._anchor, t.detach(), slot.input_grads, i) if t_spec.requires_grad else t.detach()
+                for i, (t, t_spec) in enumerate(zip(tensors, spec.tensors)))
+            # what a gradient that never comes stands for: zeros of this form
+            slot.inputs, slot.output_grads = (tensors if isinstance(message, tuple) else tensors[0]), None
+            slot.input_grads.append(spec)
+        else:
+            slot.inputs = message
+
+    def _take_input_grads(self, segment: int, micro_batch: int) -> Tuple[torch.Tensor, ...]:
+        """The gradients of a chunk's inputs, zeros for an input that nothing used; empties the slot."""
+        *grads, spec = self._slots.pop((segment, micro_batch)).input_grads
+        return tuple(
+            torch.zeros(t.shape, dtype=t.dtype, device=self.device) if grad is None else grad
+            for grad, t in zip(grads, spec.tensors) if t.requires_grad)
+
+    # messages -------------------------------------------------------------------------------------------------------------
+
+    def exec_send_activation(self, segment, micro_batch, **_):
+        slot = self._slots[segment, micro_batch]
+        self._act_out.send(self._edges[self._virtual_stage(segment) + 1], slot.outputs)
+        if not self._training_batch:
+            del self._slots[segment, micro_batch]
+
+    def exec_wait_send_activation(self, segment, micro_batch, **_):
+        self._act_out.wait_send()
+
+    def exec_receive_activation(self, segment, micro_batch, **_):
+        self._act_in.post(self._edges[self._virtual_stage(segment)])
+
+    def exec_wait_receive_activation(self, segment, micro_batch, **_):
+        message, spec = self._act_in.wait_receive()
+        self._take_inputs(segment, micro_batch, message, spec)
+
+    def exec_send_grad(self, segment, micro_batch, **_):
+        self._grad_out.send(self._edges[self._virtual_stage(segment)], self._take_input_grads(segment, micro_batch))
+
+    def exec_wait_send_grad(self, segment, micro_batch, **_):
+        self._grad_out.wait_send()
+
+    def exec_receive_grad(self, segment, micro_batch, **_):
+        slot = self._slots.get((segment, micro_batch))
+        spec = None if slot is None or slot.outputs is None else MessageSpec.of(slot.outputs).gradients()
+        self._grad_in.post(self._edges[self._virtual_stage(segment) + 1], spec)
+
+    def exec_wait_receive_grad(self, segment, micro_batch, **_):
+        self._slots[segment, micro_batch].output_grads, _ = self._grad_in.wait_receive()
+
+    # end of the batch -----------------------------------------------------------------------------------------------------
+
+    def exec_reduce_tied_grads(self):
+        self.reduce_tied_gradients()
+
+    def exec_reduce_grads(self):
+        self.reduce_gradients()
+
+    def exec_wait_reduce_grads(self):
+        pass  # the reduction above returns when it is done
+
+    def exec_step(self):
+        self.step_optimizer()
+
+    #: instruction -> method; ``ACTION_METHODS`` says which method runs which op
+    ACTION_METHODS = {
+        op.LOAD: exec_load,
+        op.F: exec_forward,
+        op.B: exec_backward,
+        op.SEND_ACT: exec_send_activation,
+        op.WAIT_SEND_ACT: exec_wait_send_activation,
+        op.RECV_ACT: exec_receive_activation,
+        op.WAIT_RECV_ACT: exec_wait_receive_activation,
+        op.SEND_GRAD: exec_send_grad,
+        op.WAIT_SEND_GRAD: exec_wait_send_grad,
+        op.RECV_GRAD: exec_receive_grad,
+        op.WAIT_RECV_GRAD: exec_wait_receive_grad,
+        op.REDUCE_TIED: exec_reduce_tied_grads,
+        op.REDUCE: exec_reduce_grads,
+        op.WAIT_REDUCE: exec_wait_reduce_grads,
+        op.STEP: exec_step,
+    }
+    _INSTRUCTION_MAP = {INSTRUCTIONS[name]: method for name, method in ACTION_METHODS.items()}
+
+
+def _add(total, value):
+    """Running sum of losses that are tensors, tuples or lists of tensors. DeepSpeed starts from zeros, and so does this."""
+    if torch.is_tensor(value):
+        return (torch.zeros_like(value) if total is None else total) + value
+    return [_add(None if total is None else total[i], part) for i, part in enumerate(value)]

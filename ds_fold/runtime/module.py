@@ -1,0 +1,165 @@
+"""The folded ``PipelineModule``: every pipeline rank holds one chunk of each segment."""
+
+from functools import partial
+from typing import List, Optional, Sequence, Tuple, Union
+
+import torch
+from deepspeed.runtime import utils as ds_utils
+from deepspeed.runtime.pipe.module import LayerSpec
+
+from .. import compat
+from ..config import ConfigError, fold_config, load_config, micro_batches_of
+from ..partition import partition_balanced, partition_uniform
+
+
+class PipelineModule(compat.PipelineModuleBase):
+    """DeepSpeed's ``PipelineModule`` under looped placement.
+
+    With P pipeline ranks and v segments the layers are cut into v*P chunks; chunk (virtual stage) ``s = k*P + r`` is segment k
+    on pipeline rank r::
+
+        P=2, v=2, 8 layers        rank 0          rank 1
+                     segment 0    layers 0 1      layers 2 3
+                     segment 1    layers 4 5      layers 6 7
+
+    Args:
+        layers, num_stages, topology, ...: DeepSpeed's, unchanged. ``partition_method`` is "uniform", "parameters" (all
+            parameters count, frozen ones too), "type:regex", or a list of v*P + 1 cuts.
+        config: path to the ds_config (JSON or HJSON), or the dict; its ``ds_fold`` block says how to fold. Without one: v=1.
+
+    Raises:
+        ConfigError: on every rank, before any layer is built, naming the key, the values and the remedy.
+    """
+
+    def __init__(self, layers, num_stages=None, topology=None, *args, config=None, **kwargs):
+        ds_config = load_config(config)
+        fold = fold_config(ds_config)
+        layers = list(layers)
+        if num_stages is not None or topology is not None:
+            P = topology.get_dim("pipe") if topology is not None else num_stages
+            D = topology.get_dim("data") if topology is not None else None
+            fold.check(P, micro_batches_of(ds_config, D), len(layers))
+        # torch.nn.Module is not initialised yet: what placement reads is set past it
+        object.__setattr__(self, "fold", fold)
+        object.__setattr__(self, "ds_config", ds_config)
+        super().__init__(layers, num_stages, topology, *args, **kwargs)
+
+    # placement ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_segments(self) -> int:
+        """v."""
+        return self.fold.segments
+
+    def place_layers(self, method: Union[str, Sequence[int]]) -> List[int]:
+        """Cuts ``[0, ..., layers]`` of the v*P chunks, in model order. Raises ConfigError where no such cut exists."""
+        chunks = self.num_segments * self.num_stages
+        self.fold.check(self.num_stages, layers=len(self.layer_specs))
+        method = method if self.fold.partition is None else self.fold.partition
+        if not isinstance(method, str):
+            cuts = _explicit_cuts(method, len(self.layer_specs), chunks)
+        elif method.lower() == "uniform":
+            cuts = partition_uniform(len(self.layer_specs), chunks)
+        elif method.lower() == "parameters":
+            cuts = partition_balanced(self.count_parameters(), chunks)
+        elif method.lower().startswith("type:"):
+            matching = set(self.layers_of_type(method[len("type:"):]))
+            cuts = partition_balanced([int(i in matching) for i in range(len(self.layer_specs))], chunks)
+        else:
+            raise ConfigError(f"partition={method!r} is not known; use 'uniform', 'parameters', 'type:regex' or a list of "
+                              f"{chunks + 1} cuts")
+        if self.global_rank == 0:
+            for s in range(chunks):
+                names = ", ".join(_layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
+                print(f"virtual stage {s:2d} = segment {s // self.num_stages} on pipeline rank {s % self.num_stages}: "
+                      f"layers [{cuts[s]}, {cuts[s + 1]}) {names}")
+        return cuts
+
+    def chunk_bounds(self) -> List[Tuple[int, int]]:
+        return [(self.parts[s], self.parts[s + 1])
+                for s in range(self.stage_id, self.num_segments * self.num_stages, self.num_stages)]
+
+    def count_parameters(self) -> List[int]:
+        """Parameters of each layer, frozen ones too. Builds one layer at a time and leaves the random state as it was."""
+        counts = []
+        with torch.random.fork_rng():
+            for spec in self.layer_specs:
+                layer = spec.build() if isinstance(spec, LayerSpec) else spec
+                counts.append(sum(p.numel() for p in layer.parameters()) if isinstance(layer, torch.nn.Module) else 0)
+        return counts
+
+    def virtual_stage_of(self, layer: int) -> int:
+        """The virtual stage whose chunk holds the layer with this global index."""
+        return next(s for s in range(len(self.parts) - 1) if self.parts[s] <= layer < self.parts[s + 1])
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds a layer."""
+        return self.virtual_stage_of(layer_idx) % self.num_stages
+
+    # execution ------------------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs, segment: Optional[int] = None, micro_batch: int = 0):
+        """Run one chunk, or the whole model where it lies on one rank and no segment is named.
+
+        Args:
+            inputs: tensor or tuple of tensors.
+            segment: k.
+            micro_batch: index in the batch; with ``seed_layers`` it is part of every layer's seed.
+        """
+        if segment is not None:
+            return self._run_chunk(inputs, segment, micro_batch)
+        if self.num_stages > 1 and self.num_segments > 1:
+            raise RuntimeError("a folded module on several pipeline ranks has no forward of its own; use train_batch() or "
+                               "eval_batch(), or name the segment")
+        for k in range(self.num_segments):
+            inputs = self._run_chunk(inputs, k, micro_batch)
+        self.micro_offset += 1
+        return inputs
+
+    def _run_chunk(self, x, segment: int, micro_batch: int):
+        first, last = self.segment_ranges[segment]
+        seed_offset = self.micro_offset + micro_batch + 2  # DeepSpeed's numbering: its first micro-batch has 2
+        interval = self.activation_checkpoint_interval
+        if interval == 0:
+            return self._run_layers(first, last, seed_offset, x)
+        for start in range(first, last, interval):
+            stop = min(start + interval, last)
+            run = partial(self._run_layers, start, stop, seed_offset)
+            inputs = x if isinstance(x, tuple) else (x, )
+            if not self.is_checkpointable(self.forward_funcs[start:stop]):
+                x = run(*inputs)
+            elif compat.is_reentrant(self.activation_checkpoint_func) and not any(t.requires_grad for t in inputs):
+                # a reentrant checkpoint would cut the graph here and leave this block without gradients
+                x = compat.non_reentrant_checkpoint(run, *inputs)
+            else:
+                x = self.activation_checkpoint_func(run, *inputs)
+        return x
+
+    def _run_layers(self, start: int, stop: int, seed_offset: int, *inputs):
+        x = inputs[0] if len(inputs) == 1 else inputs
+        for local in range(start, stop):
+            self.curr_layer = self.global_layer_indices[local]
+            if self.seed_layers:
+                (self.seed_fn or ds_utils.set_random_seed)(self.base_seed * seed_offset + self.curr_layer)
+            x = self.forward_funcs[local](x)
+        return x
+
+    def describe_last_layer(self, segment: int) -> str:
+        """Name of the layer that makes a chunk's output, for messages."""
+        index = self.global_layer_indices[self.segment_ranges[segment][1] - 1]
+        return f"layer {index} ({_layer_name(self.layer_specs[index])})"
+
+
+def _layer_name(spec) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return spec.__class__.__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", str(spec))
+
+
+def _explicit_cuts(cuts: Sequence[int], layers: int, chunks: int) -> List[int]:
+    cuts = [int(cut) for cut in cuts]
+    ascending = all(a < b for a, b in zip(cuts, cuts[1:]))
+    if len(cuts) != chunks + 1 or cuts[0] != 0 or cuts[-1] != layers or not ascending:
+        raise ConfigError(f"partition={cuts} must be {chunks + 1} ascending cuts from 0 to {layers} (one chunk of at least one "
+                          f"layer for each of the {chunks} virtual stages), such as {partition_uniform(layers, chunks)}")
+    return cuts

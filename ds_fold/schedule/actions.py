@@ -1,0 +1,140 @@
+"""The actions that a pipeline rank executes, and the program that holds them: the one language all readers share.
+
+An action prints as ``<op><segment>.<micro_batch>`` (``F1.3``: forward of micro-batch 3 through segment 1); an action that
+belongs to the whole batch prints as its bare op (``STEP``). A program prints one line per pipeline rank, and
+:func:`Program.parse` reads back exactly what :func:`Program.format` wrote.
+"""
+
+import re
+from functools import lru_cache
+from typing import Dict, List, NamedTuple, Optional
+
+# compute
+F = "F"
+B = "B"
+# data
+LOAD = "L"
+# point to point: launch and wait are two actions, so that compute can stand between them
+SEND_ACT = "SA"
+WAIT_SEND_ACT = "WSA"
+RECV_ACT = "RA"
+WAIT_RECV_ACT = "WRA"
+SEND_GRAD = "SG"
+WAIT_SEND_GRAD = "WSG"
+RECV_GRAD = "RG"
+WAIT_RECV_GRAD = "WRG"
+# data parallel and step
+REDUCE_TIED = "RT"
+REDUCE = "R"
+WAIT_REDUCE = "WR"
+STEP = "STEP"
+
+#: op -> what it does. Every reader of a program (verify, instruction map, timeline) handles each of these; tests prove it.
+OPS: Dict[str, str] = {
+    LOAD: "pull micro-batch m from the data iterator (inputs on the first pipeline rank, labels on the last)",
+    F: "forward of micro-batch m through segment k",
+    B: "backward of micro-batch m through segment k",
+    SEND_ACT: "launch the send of segment k's output to the next virtual stage",
+    WAIT_SEND_ACT: "wait until that output has left",
+    RECV_ACT: "post the receive of segment k's input from the previous virtual stage",
+    WAIT_RECV_ACT: "wait until that input has arrived",
+    SEND_GRAD: "launch the send of the gradient of segment k's input to the previous virtual stage",
+    WAIT_SEND_GRAD: "wait until that gradient has left",
+    RECV_GRAD: "post the receive of the gradient of segment k's output from the next virtual stage",
+    WAIT_RECV_GRAD: "wait until that gradient has arrived",
+    REDUCE_TIED: "sum the gradients of weights tied across pipeline ranks",
+    REDUCE: "launch the data-parallel reduction of the gradients",
+    WAIT_REDUCE: "wait for that reduction",
+    STEP: "optimizer step",
+}
+
+#: ops that carry neither a segment nor a micro-batch: they concern the batch as a whole
+BATCH_OPS = frozenset((REDUCE_TIED, REDUCE, WAIT_REDUCE, STEP))
+
+_TOKEN = re.compile(r"([A-Z]+)(?:(\d+)\.(\d+))?")
+_HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?")
+_RANK_LINE = re.compile(r"rank (\d+):(.*)")
+
+
+class Action(NamedTuple):
+    """One thing a rank does. ``segment`` and ``micro_batch`` are -1 where the op concerns the whole batch."""
+    op: str
+    segment: int = -1
+    micro_batch: int = -1
+
+    def __str__(self) -> str:
+        return self.op if self.segment < 0 else f"{self.op}{self.segment}.{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, token: str) -> "Action":
+        """The action that ``token`` names. Raises ValueError for anything that :meth:`__str__` would not write."""
+        match = _TOKEN.fullmatch(token)
+        if match is None or match[1] not in OPS:
+            raise ValueError(f"{token!r} is not an action; expected <op><segment>.<micro_batch> with op one of "
+                             f"{', '.join(OPS)}, such as F0.3 or {STEP}")
+        if (match[1] in BATCH_OPS) != (match[2] is None):
+            needs = "takes no segment and micro-batch" if match[1] in BATCH_OPS else "needs <segment>.<micro_batch>"
+            raise ValueError(f"{token!r}: {match[1]} {needs}")
+        return cls(match[1]) if match[2] is None else cls(match[1], int(match[2]), int(match[3]))
+
+
+@lru_cache(maxsize=None)
+def action_table(op: str, segments: int, micro_batches: int) -> List[List[Action]]:
+    """``table[k][m]`` is ``Action(op, k, m)``. Shared between ranks: large programs are lists of references."""
+    return [[Action(op, k, m) for m in range(micro_batches)] for k in range(segments)]
+
+
+class Program:
+    """What every pipeline rank of one replica executes for one batch.
+
+    Attributes:
+        P: number of pipeline ranks.
+        v: number of segments (model chunks per rank).
+        M: number of micro-batches.
+        ranks: ``ranks[r]`` is the list of :class:`Action` of pipeline rank r.
+        forward_only: an evaluation program (no backward, no step).
+    """
+
+    def __init__(self, P: int, v: int, M: int, ranks: List[List[Action]], forward_only: bool = False):
+        if len(ranks) != P:
+            raise ValueError(f"a program for {P} pipeline ranks needs {P} lists of actions, got {len(ranks)}")
+        self.P, self.v, self.M, self.ranks, self.forward_only = P, v, M, ranks, forward_only
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Program) and vars(self) == vars(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"Program(P={self.P}, v={self.v}, M={self.M}, actions={self.num_actions})"
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.ranks))
+
+    def format(self, rank: Optional[int] = None) -> str:
+        """Text form; one rank's line only if ``rank`` is given."""
+        if rank is not None:
+            return f"rank {rank}: " + " ".join(map(str, self.ranks[rank]))
+        header = f"program pipeline_ranks={self.P} segments={self.v} micro_batches={self.M}"
+        header += " forward_only" if self.forward_only else ""
+        return "\n".join([header] + [self.format(r) for r in range(self.P)]) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "Program":
+        """Read :meth:`format`'s text. Raises ValueError naming the line that is not understood."""
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        header = _HEADER.fullmatch(lines[0][1]) if lines else None
+        if header is None:
+            raise ValueError("line 1: expected 'program pipeline_ranks=P segments=v micro_batches=M'")
+        P, v, M = int(header[1]), int(header[2]), int(header[3])
+        ranks = []
+        for number, line in lines[1:]:
+            match = _RANK_LINE.fullmatch(line)
+            if match is None or int(match[1]) != len(ranks):
+                raise ValueError(f"line {number}: expected 'rank {len(ranks)}: <actions>'")
+            try:
+                ranks.append([Action.parse(token) for token in match[2].split()])
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+        return cls(P, v, M, ranks, forward_only=header[4] is not None)

@@ -1,0 +1,157 @@
+"""Turns a compute order into a program: adds loads, sends, receives, waits, the gradient reduction and the step.
+
+Where a wait is put decides whether it costs time. A receive is waited for right before its use. A send is waited for at the
+first point at which something that has already arrived proves that the peer took it, so that the wait never blocks:
+
+    send of an activation (k, m)    its gradient has come back              -> right before B(k, m)
+    send of a gradient (k, m)       segment k-1's gradient has come round   -> right before B(k-1, m), or
+                                    the peer's later forward has arrived    -> right before that F
+                                    neither                                 -> after the last compute
+"""
+
+from typing import List, Optional
+
+from .actions import (
+    LOAD,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    REDUCE_TIED,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    WAIT_RECV_ACT,
+    WAIT_RECV_GRAD,
+    WAIT_REDUCE,
+    WAIT_SEND_ACT,
+    WAIT_SEND_GRAD,
+    Action,
+    B,
+    F,
+    Program,
+    action_table,
+)
+from .order import Orders
+
+DEFAULT_RECEIVE_AHEAD = 4
+
+
+def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_AHEAD, forward_only: bool = False,
+          ranks: Optional[List[int]] = None) -> Program:
+    """The program of every rank.
+
+    Args:
+        orders: ``orders[r]`` is rank r's compute order (:func:`~ds_fold.schedule.order.compute_order`).
+        v, M: segments and micro-batches.
+        receive_ahead: most receives that a rank has posted and not yet waited for (>= 1). Rendezvous transports such as gloo
+            move a message only once its receive is posted; each posted receive holds its buffer.
+        forward_only: an evaluation program.
+        ranks: lower only these ranks and leave the others' programs empty (an engine needs its own only).
+    """
+    P = len(orders)
+    wanted = range(P) if ranks is None else ranks
+    programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only) if r in wanted else []
+                for r in range(P)]
+    return Program(P, v, M, programs, forward_only=forward_only)
+
+
+def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forward_only: bool) -> List[Action]:
+    table = {op: action_table(op, v, M) for op in _PER_MICRO_BATCH}
+    last = v * P - 1
+    order = orders[r]
+
+    # what each compute action needs from another rank, in order of need
+    receives = []
+    if P > 1:
+        for a in order:
+            s = a.segment * P + r
+            if a.op == F and s > 0:
+                receives.append(table[RECV_ACT][a.segment][a.micro_batch])
+            elif a.op == B and s < last:
+                receives.append(table[RECV_GRAD][a.segment][a.micro_batch])
+
+    proofs = [] if forward_only or P == 1 else _grads_taken_before_forward(orders, r, P, v)
+    program: List[Action] = []
+    emit = program.append
+    posted = waited = 0
+    grad_sends: List[Action] = []  # in order of launch; the first `grads_waited` have been waited for
+    grad_send_at = {}  # (k, m) -> its place in grad_sends
+    grads_waited = forwards_received = 0
+    tail_sends: List[Action] = []  # forward-only: sends of the last segment, waited for through a window
+
+    def post() -> None:
+        nonlocal posted
+        while posted < len(receives) and posted - waited < ahead:
+            emit(receives[posted])
+            posted += 1
+
+    def wait_grad_sends(upto: int) -> None:
+        nonlocal grads_waited
+        while grads_waited < min(upto, len(grad_sends)):
+            a = grad_sends[grads_waited]
+            emit(table[WAIT_SEND_GRAD][a.segment][a.micro_batch])
+            grads_waited += 1
+
+    for a in order:
+        op, k, m = a
+        s = k * P + r
+        if op == F:
+            if s == 0 or (s == last and P > 1):
+                # pulled before anything of this micro-batch travels; with one rank, inputs and labels come at once
+                emit(table[LOAD][k][m])
+            if s > 0 and P > 1:
+                post()
+                emit(table[WAIT_RECV_ACT][k][m])
+                waited += 1
+                if proofs:
+                    wait_grad_sends(proofs[forwards_received])
+                    forwards_received += 1
+            if forward_only and P > 1 and k > 0 and s - P < last:
+                emit(table[WAIT_SEND_ACT][k - 1][m])
+            post()
+            emit(a)
+            if s < last and P > 1:
+                emit(table[SEND_ACT][k][m])
+                if forward_only and k == v - 1:
+                    tail_sends.append(table[WAIT_SEND_ACT][k][m])
+                    if len(tail_sends) > ahead:
+                        emit(tail_sends.pop(0))
+        else:
+            if s < last and P > 1:
+                post()
+                emit(table[WAIT_RECV_GRAD][k][m])
+                waited += 1
+                emit(table[WAIT_SEND_ACT][k][m])
+                if k + 1 < v and (k + 1, m) in grad_send_at:
+                    wait_grad_sends(grad_send_at[k + 1, m] + 1)
+            post()
+            emit(a)
+            if s > 0 and P > 1:
+                send = table[SEND_GRAD][k][m]
+                grad_send_at[k, m] = len(grad_sends)
+                grad_sends.append(send)
+                emit(send)
+    program += tail_sends
+    wait_grad_sends(len(grad_sends))
+    if not forward_only:
+        program += (Action(REDUCE_TIED), Action(REDUCE), Action(WAIT_REDUCE), Action(STEP))
+    return program
+
+
+_PER_MICRO_BATCH = (LOAD, SEND_ACT, WAIT_SEND_ACT, RECV_ACT, WAIT_RECV_ACT, SEND_GRAD, WAIT_SEND_GRAD, RECV_GRAD, WAIT_RECV_GRAD)
+
+
+def _grads_taken_before_forward(orders: Orders, r: int, P: int, v: int) -> List[int]:
+    """Entry j: how many of rank r's gradient sends its peer r-1 has certainly taken once r's j-th activation has arrived,
+    because r-1 consumed them before the forward that made that activation."""
+    peer = (r - 1) % P
+    last = v * P - 1
+    taken, counts = 0, []
+    for a in orders[peer]:
+        s = a.segment * P + peer
+        if s < last:
+            if a.op == B:
+                taken += 1
+            else:
+                counts.append(taken)
+    return counts

@@ -1,0 +1,160 @@
+"""A pool of ranks that stays up: real processes joined by real gloo, started once per world size, fed with functions.
+
+    pool = RankPool.of(4)
+    results = pool.run(function, argument)      # function(argument) on every rank; results by rank
+
+A function may be a closure (it travels by cloudpickle). If a rank raises, its traceback is raised here; if ranks hang, the
+pool is killed, started anew for the next test, and the ranks' stacks are in the message.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+
+import cloudpickle
+
+TIMEOUT_S = 120
+
+
+class RankPool:
+    _pools = {}
+
+    @classmethod
+    def of(cls, world_size: int) -> "RankPool":
+        if world_size not in cls._pools:
+            cls._pools[world_size] = cls(world_size)
+        return cls._pools[world_size]
+
+    @classmethod
+    def close_all(cls) -> None:
+        for pool in cls._pools.values():
+            pool.close()
+        cls._pools.clear()
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self.ranks = []
+
+    def start(self) -> None:
+        port = free_port()
+        context = multiprocessing.get_context("spawn")
+        self.logs = [tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".log") for rank in range(self.world_size)]
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port, self.logs[rank].name), daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append((process, ours))
+
+    def run(self, function, *args, timeout: float = TIMEOUT_S, **kwargs):
+        if not self.ranks:
+            self.start()
+        task = cloudpickle.dumps((function, args, kwargs))
+        for _, connection in self.ranks:
+            connection.send_bytes(task)
+        results, errors = [None] * self.world_size, {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(self.ranks))
+        while waiting and time.monotonic() < deadline:
+            ready = multiprocessing.connection.wait([c for _, c in waiting.values()], timeout=0.5)
+            for rank, (_, connection) in list(waiting.items()):
+                if connection not in ready:
+                    continue
+                del waiting[rank]
+                try:
+                    ok, value = cloudpickle.loads(connection.recv_bytes())
+                except EOFError:
+                    ok, value = False, "the process died"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + 5)  # its peers may wait for it for ever
+        if waiting:
+            stacks = self._stacks(waiting)
+            self.close()
+            if not errors:
+                raise TimeoutError(f"ranks {sorted(waiting)} of {self.world_size} did not finish in {timeout} s\n{stacks}")
+        if errors:
+            raise RankError(errors)
+        return results
+
+    def _stacks(self, waiting) -> str:
+        for process, _ in waiting.values():
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"--- rank {rank}\n{self.logs[rank].read()[-3000:]}" for rank in waiting)
+
+    def close(self) -> None:
+        for process, connection in self.ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self.ranks = []
+
+
+class RankError(AssertionError):
+    """What ranks raised. ``errors[rank]`` is the traceback's text."""
+
+    def __init__(self, errors):
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
+    file = open(log, "w", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    import torch
+    torch.set_num_threads(1)
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an op for inference whose build takes a minute
+    import deepspeed.runtime.bf16_optimizer
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # collects garbage a dozen times per optimizer
+    from deepspeed.utils import logger
+    logger.setLevel("ERROR")
+    deepspeed.init_distributed("gloo", verbose=False)
+    while True:
+        try:
+            function, args, kwargs = cloudpickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            _leave_nothing_behind()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(cloudpickle.dumps(answer))
+
+
+def _leave_nothing_behind() -> None:
+    """Destroy the process groups that the task made: each gloo group holds sockets and threads."""
+    import gc
+
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    groups._WORLD_GROUP = None

@@ -1,0 +1,100 @@
+import time
+
+import pytest
+
+from ds_fold.schedule import OPS, Action, Program, VerificationError, bubble_fraction, compute_order, forward_order, lower, verify
+from ds_fold.schedule.verify import HANDLERS
+
+
+def program(schedule="aiao", P=2, v=2, M=3, **options):
+    return lower(compute_order(schedule, P, v, M), v, M, **options)
+
+
+def test_every_action_type_is_handled():
+    assert set(HANDLERS) == set(OPS)
+
+
+def test_unknown_action_is_refused():
+    broken = program()
+    broken.ranks[0].insert(0, Action("Q", 0, 0))
+    with pytest.raises(VerificationError, match=r"rank 0, action 0 \(Q0.0\): is not understood"):
+        verify(broken)
+
+
+def test_no_action_can_be_left_out():
+    """Drop each action of each rank in turn: the proof must fail every time."""
+    whole = program()
+    for r in range(whole.P):
+        for i in range(len(whole.ranks[r])):
+            ranks = [list(actions) for actions in whole.ranks]
+            dropped = ranks[r].pop(i)
+            with pytest.raises(VerificationError):
+                verify(Program(whole.P, whole.v, whole.M, ranks))
+                pytest.fail(f"rank {r} without {dropped} was accepted")
+
+
+def test_no_action_can_appear_twice():
+    whole = program()
+    for r in range(whole.P):
+        for i, action in enumerate(whole.ranks[r]):
+            ranks = [list(actions) for actions in whole.ranks]
+            ranks[r].insert(i + 1, action)
+            with pytest.raises(VerificationError):
+                verify(Program(whole.P, whole.v, whole.M, ranks))
+                pytest.fail(f"rank {r} with {action} twice was accepted")
+
+
+@pytest.mark.parametrize("op,message", [("F", "runs before"), ("B", "runs before"), ("SA", "runs before"), ("SG", "runs before"),
+                                        ("WSA", "not launched"), ("WRA", "not posted"), ("WRG", "not posted"),
+                                        ("WSG", "not launched"), ("STEP", "before the last backward")])
+def test_waits_and_uses_cannot_come_before_what_they_need(op, message):
+    whole = program(M=2)
+    r, i = next((r, i) for r in (1, 0) for i, a in enumerate(whole.ranks[r]) if a.op == op)
+    ranks = [list(actions) for actions in whole.ranks]
+    ranks[r].insert(0, ranks[r].pop(i))
+    with pytest.raises(VerificationError, match=message):
+        verify(Program(whole.P, whole.v, whole.M, ranks))
+
+
+def test_ranks_that_wait_for_each_other_are_found():
+    text = ("program pipeline_ranks=2 segments=2 micro_batches=1 forward_only\n"
+            "rank 0: L0.0 F0.0 SA0.0 WSA0.0 RA1.0 WRA1.0 F1.0 SA1.0 WSA1.0\n"
+            "rank 1: RA1.0 RA0.0 WRA0.0 F0.0 SA0.0 WSA0.0 L1.0 WRA1.0 F1.0\n")
+    with pytest.raises(VerificationError, match="expects micro-batch 0 at virtual stage 3"):
+        verify(Program.parse(text))
+    crossed = text.replace("RA1.0 RA0.0 WRA0.0", "RA0.0 WRA0.0").replace("L1.0 WRA1.0", "L1.0 RA1.0 WRA1.0")
+    verify(Program.parse(crossed))
+    stuck = crossed.replace("F0.0 SA0.0 WSA0.0 RA1.0", "F0.0 RA1.0 WRA1.0 SA0.0 WSA0.0").replace("SA0.0 WSA0.0 WRA1.0 F1.0",
+                                                                                              "SA0.0 WSA0.0 F1.0")
+    with pytest.raises(VerificationError, match=r"deadlock.*\n  rank 0 at action 3 of 9: WRA1.0\n  rank 1 at action 1 of"):
+        verify(Program.parse(stuck))
+
+
+def test_evaluation_programs():
+    for P in range(1, 6):
+        for v in range(1, 5):
+            for M in (1, 2, 3, 8, 17):
+                report = verify(lower(forward_order(P, v, M), v, M, forward_only=True))
+                assert max(report.peak_posted) <= 4
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 16])
+@pytest.mark.parametrize("schedule", ["aiao", "interleaved_1f1b", "aiao_all_forward"])
+def test_any_look_ahead_is_free_of_deadlock_and_bounds_the_posted_receives(schedule, ahead):
+    for P, v, M in [(2, 2, 4), (3, 4, 7), (4, 2, 8), (4, 3, 2)]:
+        assert max(verify(program(schedule, P, v, M, receive_ahead=ahead)).peak_posted) <= ahead
+
+
+def test_bubble_fraction_of_the_papers():
+    for P, v, M in [(4, 1, 8), (4, 2, 8), (4, 4, 8), (8, 4, 16)]:
+        schedule = "1f1b" if v == 1 else "aiao"
+        assert bubble_fraction(program(schedule, P, v, M)) == pytest.approx((P - 1) / (v * M + P - 1))
+
+
+def test_a_thousand_ranks_worth_of_actions_is_proved_in_seconds():
+    start = time.perf_counter()
+    large = program("aiao", 64, 8, 512)
+    report = verify(large)
+    seconds = time.perf_counter() - start
+    assert large.num_actions > 2_500_000 and report.peak_live[63] == 7 * 512 + 1
+    assert seconds < 20, f"64 ranks x 8 segments x 512 micro-batches took {seconds:.1f} s"

@@ -1,0 +1,50 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ds_fold.__main__ import main
+from ds_fold.schedule import Program, verify
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 8, "ds_fold": {"schedule": "aiao", "segments": 3}}))
+    return str(path)
+
+
+def test_check_prints_what_would_run(config, capsys):
+    assert main(["check", config, "--layers", "24", "--pp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "4 pipeline ranks, 3 segments, 8 micro-batches" in out
+    assert "rank 1  segment 0: layers [2, 4)  segment 1: layers [10, 12)  segment 2: layers [18, 20)" in out
+    assert "rank 3  peak 17 of 24" in out
+    assert "bubble fraction 11.1%" in out
+    lines = [line for line in out.splitlines() if line.startswith("rank ")]
+    program = Program.parse("program pipeline_ranks=4 segments=3 micro_batches=8\n" + "\n".join(lines))
+    verify(program)
+
+
+def test_check_draws(config, tmp_path, capsys):
+    assert main(["check", config, "--layers", "24", "--pp", "2", "--png", str(tmp_path / "s.png")]) == 0
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--layers", "8", "--pp", "4"], "8 layers cannot fill"),
+    (["--layers", "0", "--pp", "4"], "--layers 0: must be at least 1"),
+    (["--layers", "24", "--pp", "4", "--micro-batches", "0"], "must be at least 1"),
+])
+def test_check_refuses_with_one_message(config, capsys, arguments, message):
+    assert main(["check", config, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and message in captured.err
+
+
+def test_as_a_command(config):
+    done = subprocess.run([sys.executable, "-m", "ds_fold", "check", config, "--layers", "12", "--pp", "2", "--eval"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: L0.0" in done.stdout and "STEP" not in done.stdout
