@@ -100,6 +100,11 @@ def micro_batches(data, args, batch, replica, size, count):
         yield rows[:, :-1], rows[:, 1:]
 
 
+def seed_cpu(seed):
+    """Layers start alike however they are folded. DeepSpeed's own seeding asks every kind of device, which takes long."""
+    torch.default_generator.manual_seed(seed)
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
@@ -130,7 +135,8 @@ def main():
     torch.set_num_threads(1)  # the ranks share this machine's cores
     torch.manual_seed(args.seed)
     net = ds_fold.PipelineModule(gpt_layers(args), num_stages=args.stages, loss_fn=loss_fn, config=args.deepspeed_config,
-                                 partition_method="uniform", seed_layers=True, base_seed=args.seed)
+                                 partition_method="uniform", seed_layers=True, base_seed=args.seed,
+                                 seed_fn=seed_cpu)
     engine, *_ = ds_fold.initialize(args=args, model=net, model_parameters=list(net.parameters()))
     if args.resume:
         engine.load_checkpoint(args.save)

@@ -71,6 +71,11 @@ def ds_config(M, zero=0, dtype="fp32", clip=0.0, accumulate=None, checkpoint=0, 
     return config
 
 
+def seed_cpu(seed):
+    # DeepSpeed's own seeding visits every kind of device and formats a stack trace for each
+    torch.default_generator.manual_seed(seed)
+
+
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,7 +103,8 @@ def whole_model(module):
 def build(stock, config, P, count, tied=False, loss_fn=None, layers=None, **kwargs):
     """An engine over ``count`` layers on P pipeline ranks; ``stock`` says whose."""
     layers = make_layers(count, tied) if layers is None else layers
-    kwargs = dict(num_stages=P, loss_fn=loss_fn or nn.MSELoss(), partition_method="uniform", seed_layers=True, **kwargs)
+    kwargs = dict(num_stages=P, loss_fn=loss_fn or nn.MSELoss(), partition_method="uniform", seed_layers=True,
+                  seed_fn=seed_cpu, **kwargs)
     torch.manual_seed(0)
     if stock:
         from deepspeed.pipe import PipelineModule
@@ -130,7 +136,7 @@ def train_alone(count, M, D, steps=5, tied=False, clip=0.0):
     torch.manual_seed(0)
     modules, functions, params = {}, [], {}
     for index, spec in enumerate(make_layers(count, tied)):
-        torch.manual_seed(1234 + index)
+        seed_cpu(1234 + index)
         if isinstance(spec, TiedLayerSpec):
             layer = modules.setdefault(spec.key, None) or spec.build()
             modules[spec.key] = layer

@@ -138,7 +138,7 @@ class PipelineModule(compat.PipelineModuleBase):
     def _run_layers(self, start: int, stop: int, seed_offset: int, *inputs):
         x = inputs[0] if len(inputs) == 1 else inputs
         for local in range(start, stop):
-            self.curr_layer = self.global_layer_indices[local]
+            self.__dict__["curr_layer"] = self.global_layer_indices[local]  # past torch's slow setattr: once per layer
             if self.seed_layers:
                 (self.seed_fn or ds_utils.set_random_seed)(self.base_seed * seed_offset + self.curr_layer)
             x = self.forward_funcs[local](x)
