@@ -55,13 +55,17 @@ def _chunks_needed(weights: Sequence[int], limit: int) -> List[int]:
 
 
 def _cut_under(weights: Sequence[int], parts: int, limit: int) -> List[int]:
-    """Non-empty chunks of weight <= limit, filled from the front as long as enough layers remain for the rest."""
-    needed, cuts = _chunks_needed(weights, limit), [0]
+    """Non-empty chunks of weight <= limit, each filled towards the average of what remains."""
+    needed, cuts, remaining = _chunks_needed(weights, limit), [0], sum(weights)
     for left in range(parts - 1, 0, -1):
-        stop = cuts[-1] + 1
-        while needed[stop] > left:
+        stop, total, average = cuts[-1] + 1, weights[cuts[-1]], remaining / (left + 1)
+        # further while the rest would not fit, or while that comes nearer the average and leaves a layer for each later chunk
+        while needed[stop] > left or (total + weights[stop] <= limit and len(weights) - stop > left
+                                      and abs(total + weights[stop] - average) < abs(total - average)):
+            total += weights[stop]
             stop += 1
         cuts.append(stop)
+        remaining -= total
     return [*cuts, len(weights)]
 
 

@@ -71,14 +71,12 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._training_batch = True
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
-        #: edge into a virtual stage -> its name in messages and on the channels
-        self._edges = [f"virtual stage {s - 1} -> {s} ({self.module.describe_last_layer(s // P)})" if self._is_mine(s)
-                       else f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
+        #: edge into a virtual stage -> its name on the channels and in messages, where the sender adds the layer
+        self._edges = [f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
+        for k, s in enumerate(range(self.stage_id + 1, v * P, P)):
+            self._edges[s] += f" ({self.module.describe_last_layer(k)})"
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
-
-    def _is_mine(self, s: int) -> bool:
-        return s % self.num_stages == self.stage_id
 
     def _open_channels(self) -> None:
         """One process group per directed use of an edge. All ranks create all groups, in one order."""
