@@ -5,6 +5,7 @@ from pool import RankError, RankPool
 def _pair():
     import torch
     import torch.distributed as dist
+
     from ds_fold.runtime.channels import Channel
     return Channel(dist.new_group([0, 1]), 1 - dist.get_rank(), torch.device("cpu")), dist.get_rank()
 
@@ -70,6 +71,7 @@ def test_gradients_need_no_header_once_their_form_is_told():
     def job():
         import torch
         import torch.distributed as dist
+
         from ds_fold.runtime.channels import Channel, MessageSpec
         rank = dist.get_rank()
         channel = Channel(dist.new_group([0, 1]), 1 - rank, torch.device("cpu"), with_header=False)

@@ -162,7 +162,9 @@ def _evaluations_alone():
 
 def test_layers_may_work_in_place_on_their_input_and_never_on_the_users_data():
     def job():
-        layers = [nn.ReLU(inplace=True)] + [layer for _ in range(4) for layer in (nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True))]
+        layers = [nn.ReLU(inplace=True)]
+        for _ in range(4):
+            layers += [nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True)]
         fold = {"schedule": "aiao", "segments": 2, "partition": [0, 2, 4, 6, 9]}  # chunks that begin with the in-place layer
         engine = build(False, ds_config(2, fold=fold), 2, 9, layers=layers)
         x = torch.randn(MICRO_BATCH, HIDDEN)
@@ -249,8 +251,9 @@ def test_a_custom_schedule_that_would_hang_is_refused_on_every_rank(tmp_path):
 
 def test_module_and_engine_must_have_the_same_fold():
     def job():
-        import ds_fold
         from models import make_layers
+
+        import ds_fold
         net = ds_fold.PipelineModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), config=ds_config(4))
         try:
             ds_fold.initialize(model=net, model_parameters=list(net.parameters()), config=ds_config(4, fold=AIAO))
