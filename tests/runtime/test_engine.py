@@ -180,7 +180,7 @@ def test_the_loss_must_be_one_number():
         engine = build(False, ds_config(2, fold=AIAO), 2, 8, loss_fn=nn.MSELoss(reduction="none"))
         engine.train_batch(data(0))
 
-    with pytest.raises(RankError, match=r"must be one number, but loss_fn \(or the last layer\) returned a tensor of shape \[2, 12\]"):
+    with pytest.raises(RankError, match=r"must be one number, but loss_fn .* returned a tensor of shape \[2, 12\]"):
         RankPool.of(2).run(job)
 
 
