@@ -10,6 +10,7 @@ from typing import List, Tuple
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule as stock_schedule
@@ -127,6 +128,9 @@ class PipelineEngineBase(_StockEngine):
         # accumulate each bf16 gradient as it appears, instead of walking all parameters around every backward
         config.bfloat16_config.immediate_grad_update = True
         super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            # its own issues collectives per parameter group, and ranks with different numbers of groups wait for each other
+            self.optimizer.scaled_global_norm = self._zero_global_norm
 
     # hooks ----------------------------------------------------------------------------------------------------------------
 
@@ -146,7 +150,6 @@ class PipelineEngineBase(_StockEngine):
         return self.eval_schedule(micro_batches)
 
     def _exec_schedule(self, pipe_schedule):
-        self.fwd_outputs = []
         self.run_schedule(pipe_schedule)
 
     def _backward_prologue_per_tensor(self, grad):
@@ -163,6 +166,10 @@ class PipelineEngineBase(_StockEngine):
     def computes_loss(self) -> bool:
         """False while evaluating with ``compute_loss=False``."""
         return self._compute_loss
+
+    @computes_loss.setter
+    def computes_loss(self, value: bool):
+        self._compute_loss = value
 
     def next_batch(self):
         """The next item of the data iterator, after ``batch_fn``."""
@@ -236,11 +243,45 @@ class PipelineEngineBase(_StockEngine):
         if gradients:
             torch._foreach_mul_(gradients, min(1.0, self.gradient_clipping() / (self._global_grad_norm + 1e-6)))
 
+    def _zero_global_norm(self, norm_type=2):
+        """Norm of the gradients of the whole model, still scaled; inf where any is not finite (ZeRO-1)."""
+        optimizer = self.optimizer
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, parameters in enumerate(optimizer.params_in_partition):
+            gradients = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            counted = [g for g, p in zip(gradients, parameters) if self._counts_in_norm(p)]
+            if counted:
+                total += torch.stack(torch._foreach_norm([g.float() for g in counted])).double().square().sum()
+        dist.all_reduce(total, group=self.grid.get_data_parallel_group())
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        norm = total.sqrt()
+        return norm.float() if torch.isfinite(norm) else torch.tensor(float("inf"), device=self.device)
+
     def _counts_in_norm(self, parameter) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         sliced = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
         return sliced or self.grid.get_slice_parallel_rank() == 0
+
+
+def current_device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def seed_device(seed: int) -> None:
+    """Seed the current accelerator's generator, where it is not the CPU's own."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.manual_seed(seed)
+
+
+@contextmanager
+def preserved_rng():
+    """Within this context torch's random state may be changed freely; afterwards it is as before."""
+    accelerator = get_accelerator()
+    devices = [] if accelerator.device_name() == "cpu" else [accelerator.current_device()]
+    with torch.random.fork_rng(devices, device_type=accelerator.device_name() if devices else "cuda"):
+        yield
 
 
 def non_reentrant_checkpoint(function, *inputs):

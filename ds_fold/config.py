@@ -55,6 +55,14 @@ class FoldConfig(DeepSpeedConfigModel):
     partition: Optional[Union[str, List[int]]] = None
     """"uniform", "parameters", "type:regex", or the list of v*P + 1 cuts [0, ..., layers]. Default: partition_method."""
 
+    data_check: bool = True
+    """Before each batch all ranks agree that every data iterator has its micro-batches: data that end raise the same error
+    everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
+
+    deterministic_rng: bool = False
+    """Random numbers inside layers (dropout) depend on (base seed, step, layer, micro-batch, replica) only: the same under every
+    schedule and fold, also when recomputed. The user's own random state is not touched."""
+
     receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
     """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
 

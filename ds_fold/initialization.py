@@ -8,7 +8,7 @@ from .runtime.engine import PipelineEngine
 from .runtime.module import PipelineModule
 
 
-def initialize(args=None, model=None, *rest, config=None, **kwargs):
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, *, config=None, **kwargs):
     """``deepspeed.initialize`` for a :class:`ds_fold.PipelineModule`; same arguments, same results.
 
     The config is given as ``config=`` (path to JSON or HJSON, or dict) or by ``args.deepspeed_config``.
@@ -27,4 +27,15 @@ def initialize(args=None, model=None, *rest, config=None, **kwargs):
     if isinstance(config, str):
         config = load_config(config)
     with compat.engine_class(PipelineEngine):
-        return deepspeed.initialize(args, model, *rest, config=config, **kwargs)
+        return deepspeed.initialize(args, model, optimizer, _trainable(model, model_parameters), config=config, **kwargs)
+
+
+def _trainable(model, model_parameters):
+    """``model_parameters`` without what is frozen; groups that lose everything are left out. A rank that has nothing to train
+    gets the module's placeholder."""
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    if given and isinstance(given[0], dict):
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in given]
+        groups = [group for group in groups if group["params"]]
+        return groups or [{**given[0], "params": [model.placeholder_parameter()]}]
+    return [p for p in given if p.requires_grad] or [model.placeholder_parameter()]

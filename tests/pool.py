@@ -47,7 +47,7 @@ class RankPool:
         self.logs = [tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".log") for rank in range(self.world_size)]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port, self.logs[rank].name), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port, self.logs[rank].name))
             process.start()
             theirs.close()
             self.ranks.append((process, ours))
@@ -128,6 +128,9 @@ def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an op for inference whose build takes a minute
     import deepspeed.runtime.bf16_optimizer
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # collects garbage a dozen times per optimizer
+    # torch computes in fp16 on every CPU; DeepSpeed refuses those without instructions for it
+    from deepspeed.accelerator import get_accelerator
+    get_accelerator().is_fp16_supported = lambda: True
     from deepspeed.utils import logger
     logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", verbose=False)

@@ -7,8 +7,9 @@ Per (segment, micro-batch) there is one slot; it is made when its first part arr
     SEND_GRAD <-- slot.input_grads <------B------ slot.output_grads <-- WAIT_RECV_GRAD
 """
 
-from contextlib import ExitStack
-from typing import Dict, List, Optional, Tuple
+from collections import deque
+from contextlib import ExitStack, nullcontext
+from typing import Deque, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ class PipelineEngine(compat.PipelineEngineBase):
                               f"initialize()")
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
         self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
+        self._batches: Deque = deque()
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._training_batch = True
@@ -75,6 +77,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._edges = [f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
         for k, s in enumerate(range(self.stage_id + 1, v * P, P)):
             self._edges[s] += f" ({self.module.describe_last_layer(k)})"
+        # small agreements between all ranks, on the CPU whatever the device
+        self._control_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
 
@@ -126,8 +130,9 @@ class PipelineEngine(compat.PipelineEngineBase):
         return self._schedules[train, M]
 
     def run_schedule(self, schedule) -> None:
-        """Execute the instructions of this rank through ``_INSTRUCTION_MAP``."""
+        """Execute the instructions of this rank through ``_INSTRUCTION_MAP``, on the batch that was pulled."""
         self._training_batch = self.module.training
+        self.fwd_outputs = []
         if self._training_batch:
             self.begin_batch()
             self._interpret(schedule)
@@ -142,12 +147,16 @@ class PipelineEngine(compat.PipelineEngineBase):
             raise RuntimeError(f"slots left after the batch: {sorted(self._slots)}")
 
     def _interpret(self, schedule) -> None:
-        for step in schedule:
-            for instruction in step:
-                method = self._INSTRUCTION_MAP.get(type(instruction))
-                if method is None:
-                    raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
-                method(self, **instruction.kwargs)
+        deterministic = self.fold.deterministic_rng
+        self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
+        with compat.preserved_rng() if deterministic else nullcontext():
+            for step in schedule:
+                for instruction in step:
+                    method = self._INSTRUCTION_MAP.get(type(instruction))
+                    if method is None:
+                        raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
+                    method(self, **instruction.kwargs)
+        self.module.rng_key = None
 
     def _act_channels(self) -> List[Channel]:
         return [channel for channel in (self._act_in, self._act_out) if channel is not None]
@@ -161,10 +170,119 @@ class PipelineEngine(compat.PipelineEngineBase):
     def _virtual_stage(self, segment: int) -> int:
         return segment * self.num_stages + self.stage_id
 
+    def train_batch(self, data_iter=None):
+        """DeepSpeed's ``train_batch``: one step on ``micro_batches`` items of the data iterator; returns the mean loss.
+
+        Raises:
+            StopIteration: on every rank and before anything is computed, where any rank's data ended.
+        """
+        if torch.is_grad_enabled():
+            if data_iter is not None:
+                self.set_dataiterator(data_iter)
+            self._pull_batch(self.micro_batches)
+        return super().train_batch()
+
+    # evaluation -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter, return_logits=False, compute_loss=True, reduce_output="avg", bcast_loss=True,
+                   num_micro_batches=None):
+        """Evaluate ``num_micro_batches`` (default: as many as in training) items of ``data_iter`` without touching training.
+
+        Args:
+            data_iter: read on the first and the last pipeline rank.
+            return_logits: return what the last layer made, too, on the last pipeline rank: one output if there is one
+                micro-batch, else a list with one for each.
+            compute_loss: False returns the outputs in place of the losses, on the last pipeline rank only.
+            reduce_output: "avg" averages over micro-batches and replicas; None returns the list of all micro-batches' losses.
+            bcast_loss: all pipeline ranks get the result, not only the last.
+
+        Returns:
+            The loss, in the form that loss_fn gave it (a tensor of shape [] or [1], or a list of them); with ``return_logits`` a
+            pair of it and the logits.
+        """
+        was_training, train_iterator, loader = self.module.training, self.data_iterator, self.training_dataloader
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        self.module.eval()
+        self.computes_loss, self.eval_return_logits = compute_loss, return_logits
+        self.set_dataiterator(data_iter)
+        self.total_loss, self.outputs = None, []
+        try:
+            self._pull_batch(micro_batches)
+            self.run_schedule(self.eval_schedule(micro_batches))
+        finally:
+            self.module.train(was_training)
+            self.data_iterator, self.training_dataloader = train_iterator, loader
+            self.eval_return_logits = False
+        result = self.reduce_outputs(self.fwd_outputs, reduce_output, micro_batches) if self.is_last_stage() else None
+        if compute_loss and reduce_output is not None and (bcast_loss or self.monitor.enabled):
+            result = self._broadcast_loss(result)
+            if self.global_rank == 0 and self.monitor.enabled:
+                first = result[0] if isinstance(result, list) else result
+                self.monitor.write_events([("Train/Samples/eval_loss", first.mean().item(), self.global_samples)])
+        logits, self.outputs = self.outputs, None
+        if not return_logits:
+            return result
+        return result, (None if not logits else logits[0] if micro_batches == 1 else logits)
+
+    def reduce_outputs(self, outputs, reduce, micro_batches: int):
+        """Average losses (tensors, or lists of tensors) over micro-batches and replicas; ``reduce`` None leaves them apart."""
+        if reduce is None:
+            return outputs
+        if not isinstance(reduce, str) or reduce.lower() != "avg":
+            raise NotImplementedError(f"reduce_output={reduce!r}: only 'avg' and None are known")
+        total = None
+        for output in outputs:
+            total = _add(total, output)
+        parts = [part / micro_batches for part in (total if isinstance(total, list) else [total])]
+        for part in parts:
+            if self.is_data_parallel:
+                dist.all_reduce(part, group=self.grid.get_data_parallel_group())
+                part /= self.dp_world_size
+        return parts if isinstance(total, list) else parts[0]
+
+    def _broadcast_loss(self, loss):
+        """The last pipeline rank's loss on all pipeline ranks, in fp32: first its form, then its values."""
+        group, source = self.grid.get_pipe_parallel_group(), self.grid.stage_to_global(self.num_stages - 1)
+        mine = self.is_last_stage()
+        parts = [part.float() for part in (loss if isinstance(loss, list) else [loss])] if mine else []
+        form = [isinstance(loss, list), len(parts), parts[0].dim()] if mine else [0, 0, 0]
+        header = torch.tensor([int(word) for word in form], device=self.device)
+        dist.broadcast(header, source, group=group)
+        is_list, count, dims = header.tolist()
+        values = torch.stack([part.reshape(()) for part in parts]) if mine else torch.zeros(count, device=self.device)
+        dist.broadcast(values, source, group=group)
+        parts = [value.reshape([1] * dims) for value in values]
+        return parts if is_list else parts[0]
+
     # data -----------------------------------------------------------------------------------------------------------------
 
+    def _pull_batch(self, micro_batches: int) -> None:
+        """Take this batch's items from the data iterator, and agree with all other ranks that everybody has them."""
+        error = None
+        if self.is_first_stage() or self.is_last_stage():
+            self._batches.clear()
+            try:
+                self._batches.extend(self.next_batch() for _ in range(micro_batches))
+            except Exception as caught:
+                # a generator turns the iterator's StopIteration into a RuntimeError that it caused
+                error = caught.__cause__ if isinstance(caught.__cause__, StopIteration) else caught
+        if self.fold.data_check and self._control_group is not None:
+            # the highest rank whose data failed, and whether they just ended
+            verdict = torch.tensor([-1 if error is None else 2 * self.global_rank + (not isinstance(error, StopIteration))])
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self._control_group)
+            rank, failed = divmod(int(verdict), 2)
+            if error is None and rank >= 0:
+                if failed:
+                    error = PipelineError(f"the data iterator of rank {rank} raised an error; this batch was not started")
+                else:
+                    error = StopIteration(f"the data of rank {rank} ended")
+        if error is not None:
+            self._batches.clear()
+            raise error
+
     def exec_load(self, segment, micro_batch, **_):
-        batch = self.next_batch()
+        batch = self._batches.popleft()
         if self.is_first_stage():
             inputs = batch[0]
             if not torch.is_tensor(inputs):
@@ -214,7 +332,7 @@ class PipelineEngine(compat.PipelineEngineBase):
             loss = outputs
         slot.labels = None
         if self.eval_return_logits:
-            self.outputs = outputs
+            self.outputs.append(outputs)
         detached = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         self.fwd_outputs.append(detached)
         self.total_loss = _add(self.total_loss, detached)

@@ -43,6 +43,18 @@ class PipelineModule(compat.PipelineModuleBase):
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
+        #: with deterministic_rng, what the engine seeds this batch's random numbers with; None leaves them alone
+        self.rng_key = None
+        if not any(p.requires_grad for p in self.parameters()):
+            self.placeholder_parameter()
+
+    def placeholder_parameter(self) -> torch.nn.Parameter:
+        """One trainable number for a rank that has nothing to train, so that its optimizer exists and it takes part in every
+        collective. It gets no gradient and is in no layer's checkpoint file."""
+        if "placeholder" not in self._parameters:
+            self.placeholder = torch.nn.Parameter(torch.zeros(1, device=compat.current_device()))
+            self.placeholder.ds_pipe_replicated = True  # not part of the model's norm
+        return self.placeholder
 
     # placement ------------------------------------------------------------------------------------------------------------
 
@@ -139,7 +151,9 @@ class PipelineModule(compat.PipelineModuleBase):
         x = inputs[0] if len(inputs) == 1 else inputs
         for local in range(start, stop):
             self.__dict__["curr_layer"] = self.global_layer_indices[local]  # past torch's slow setattr: once per layer
-            if self.seed_layers:
+            if self.rng_key is not None:
+                _seed_everything(hash((self.base_seed, *self.rng_key, seed_offset - self.micro_offset, self.curr_layer)))
+            elif self.seed_layers:
                 (self.seed_fn or ds_utils.set_random_seed)(self.base_seed * seed_offset + self.curr_layer)
             x = self.forward_funcs[local](x)
         return x
@@ -148,6 +162,13 @@ class PipelineModule(compat.PipelineModuleBase):
         """Name of the layer that makes a chunk's output, for messages."""
         index = self.global_layer_indices[self.segment_ranges[segment][1] - 1]
         return f"layer {index} ({_layer_name(self.layer_specs[index])})"
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed torch's generators of the CPU and of the current device, nothing else."""
+    seed &= (1 << 63) - 1
+    torch.default_generator.manual_seed(seed)
+    compat.seed_device(seed)
 
 
 def _layer_name(spec) -> str:

@@ -1,0 +1,344 @@
+"""What users do with a pipeline beyond plain training: data that end, frozen parts, randomness, precision, batch size, steps."""
+
+import pytest
+import torch
+from models import (
+    HIDDEN,
+    MICRO_BATCH,
+    Block,
+    LayerSpec,
+    build,
+    data,
+    ds_config,
+    largest_difference,
+    make_layers,
+    train,
+    train_alone,
+    whole_model,
+)
+from pool import RankError, RankPool
+from torch import nn
+
+AIAO = {"schedule": "aiao", "segments": 2}
+SCHEDULES = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "segments": 2}, AIAO,
+             {"schedule": "aiao", "segments": 2, "last_segment": "all_forward"}, {"schedule": "gpipe"}]
+schedules = pytest.mark.parametrize("fold", SCHEDULES, ids=lambda f: "-".join(map(str, f.values())))
+
+
+# data ---------------------------------------------------------------------------------------------------------------------
+
+
+@schedules
+def test_data_that_end_raise_the_same_on_all_ranks_before_the_step(fold):
+    def job(fold):
+        engine = build(False, ds_config(4, fold=fold), 3, 12)
+        source = data(0)
+        items = iter([next(source) for _ in range(6)])
+        engine.train_batch(items)
+        before = whole_model(engine.module)
+        try:
+            engine.train_batch(items)
+        except StopIteration as error:
+            assert largest_difference(before, whole_model(engine.module))[0] == 0 and engine.global_steps == 1
+            engine.train_batch(data(0))  # and it can go on
+            return type(error).__name__
+
+    assert RankPool.of(3).run(job, fold) == ["StopIteration"] * 3
+
+
+def test_an_error_in_one_ranks_data_ends_the_batch_everywhere_and_names_the_rank():
+    def job():
+        import torch.distributed as dist
+
+        def source():
+            yield from (next(data(0)) for _ in range(3))
+            if dist.get_rank() == 2:
+                raise OSError("disk on fire")
+            yield next(data(0))
+
+        engine = build(False, ds_config(4, fold=AIAO), 3, 12)
+        engine.train_batch(source())
+
+    with pytest.raises(RankError) as error:
+        RankPool.of(3).run(job)
+    assert "OSError: disk on fire" in error.value.errors[2]
+    assert all("data iterator of rank 2 raised an error" in error.value.errors[r] for r in (0, 1))
+
+
+def test_exactly_m_items_are_pulled_per_loading_rank_and_step():
+    def job():
+        pulled = [0]
+
+        def source():
+            for item in data(0):
+                pulled[0] += 1
+                yield item
+
+        engine = build(False, ds_config(4, fold=AIAO), 3, 12)
+        items = source()
+        for _ in range(3):
+            engine.train_batch(items)
+        return pulled[0]
+
+    assert RankPool.of(3).run(job) == [12, 0, 12]
+
+
+def test_training_data_and_batch_fn():
+    def job():
+        import ds_fold
+        x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))
+        net = ds_fold.PipelineModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), config=ds_config(4, fold=AIAO))
+        engine, _, loader, _ = ds_fold.initialize(model=net, model_parameters=net.parameters(), config=ds_config(4, fold=AIAO),
+                                                  training_data=torch.utils.data.TensorDataset(x, x))
+        engine.set_batch_fn(lambda batch: (batch[0] * 0, batch[1] * 0 + 1))
+        constant = float(engine.train_batch())
+        engine.set_batch_fn(None)
+        return constant, float(engine.train_batch()), loader is not None
+
+    results = RankPool.of(2).run(job)
+    assert results[0] == results[1] and results[0][0] != results[0][1] and results[0][2]
+
+
+# frozen and empty parts ---------------------------------------------------------------------------------------------------
+
+
+class FrozenBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("where", ["first", "last", "adapters", "functions"])
+def test_frozen_and_parameterless_parts_train_as_on_one_rank(where, zero):
+    def job(P, fold, where, zero):
+        layers = make_layers(8)
+        if where in ("first", "adapters"):
+            layers[0:2] = [LayerSpec(FrozenBlock), LayerSpec(FrozenBlock)]
+        if where in ("last", "adapters"):
+            layers[6:8] = [LayerSpec(FrozenBlock), LayerSpec(FrozenBlock)]
+        if where == "adapters":
+            layers[2:4] = [LayerSpec(FrozenBlock), LayerSpec(FrozenBlock)]
+        if where == "functions":
+            layers[4:8] = [torch.tanh, lambda x: x * 2, torch.relu, lambda x: x + 1]
+        weights, losses, norms = train(False, ds_config(4, zero, clip=0.3, fold=fold), P, 8, steps=3, layers=layers)
+        weights.pop("placeholder", None)
+        return weights, losses, norms
+
+    alone = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, where, zero)[0]
+    for fold in ({"schedule": "1f1b"}, AIAO):
+        weights, losses, norms = RankPool.of(2).run(job, 2, fold, where, zero)[0]
+        difference, size = largest_difference(weights, alone[0])
+        assert difference <= 1e-6 * size and losses == pytest.approx(alone[1], rel=1e-6) and losses[-1] < losses[0]
+        assert norms == pytest.approx(alone[2], rel=1e-5), "the norm is the whole model's, agreed by all ranks"
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer only for inputs with a positive sum: unused on some replicas and in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        y = x + self.always(x)
+        return y + self.sometimes(y) if float(x.detach().sum()) > 0 else y
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_parameter_unused_on_some_replicas_counts_as_zero(zero):
+    def job(P, zero, fold):
+        layers = [LayerSpec(Sometimes) for _ in range(4)]
+        return train(False, ds_config(1, zero, fold=fold), P, 4, steps=6, layers=layers)[:2]
+
+    two = RankPool.of(4).run(job, 2, zero, {**AIAO, "segments": 2})[0]
+    one = RankPool.of(2).run(job, 1, zero, {"schedule": "1f1b"})[0]
+    assert two[1] == one[1] and largest_difference(two[0], one[0])[0] == 0
+
+
+def test_groups_that_differ_between_ranks():
+    """A rank without biases has one optimizer group less: nobody waits for it."""
+    def job(P, fold):
+        import ds_fold
+        layers = [LayerSpec(Block) for _ in range(4)] + [LayerSpec(nn.Linear, HIDDEN, HIDDEN, bias=False) for _ in range(4)]
+        config = ds_config(4, 1, clip=0.2, fold=fold)
+        net = ds_fold.PipelineModule(layers, num_stages=P, loss_fn=nn.MSELoss(), config=config, partition_method="uniform",
+                                     seed_layers=True)
+        groups = [{"params": [p for n, p in net.named_parameters() if n.endswith("weight")], "weight_decay": 0.1},
+                  {"params": [p for n, p in net.named_parameters() if n.endswith("bias")], "weight_decay": 0.0}]
+        engine, *_ = ds_fold.initialize(model=net, model_parameters=groups, config=config)
+        batches = data(0)
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        return losses, whole_model(engine.module), len(engine.optimizer.param_groups)
+
+    two = RankPool.of(2).run(job, 2, {"schedule": "1f1b"})
+    assert [rank[2] for rank in two] == [2, 1]
+    one = RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    difference, size = largest_difference(two[0][1], one[1])
+    assert difference <= 1e-6 * size and two[0][0] == pytest.approx(one[0], rel=1e-6)
+
+
+# randomness ---------------------------------------------------------------------------------------------------------------
+
+
+class Dropped(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1])
+def test_dropout_is_the_same_under_every_schedule_and_fold_and_when_recomputed(checkpoint):
+    def job(P, fold, checkpoint):
+        torch.manual_seed(99)
+        config = ds_config(4, checkpoint=checkpoint, fold={**fold, "deterministic_rng": True})
+        layers = [LayerSpec(Dropped) for _ in range(8)]
+        engine = build(False, config, P, 8, layers=layers)
+        batches, state = data(0), torch.get_rng_state()
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        assert torch.equal(state, torch.get_rng_state()), "the user's random state was touched"
+        evaluated = [float(engine.eval_batch(data(1))) for _ in range(2)]
+        assert evaluated[0] == evaluated[1], "dropout is off while evaluating"
+        assert engine.module.training
+        return losses
+
+    expected = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, 0)[0]
+    assert len(set(expected)) == 3
+    for P, fold in [(1, {**AIAO, "segments": 3}), *((2, fold) for fold in SCHEDULES), (4, AIAO)]:
+        assert RankPool.of(P).run(job, P, fold, checkpoint)[0] == expected, (P, fold)
+
+
+def test_seed_layers_gives_the_dropout_of_deepspeed():
+    def job(stock, fold):
+        engine = build(stock, ds_config(4, fold=fold), 2, 8, layers=[LayerSpec(Dropped) for _ in range(8)])
+        batches = data(0)
+        return [float(engine.train_batch(batches)) for _ in range(3)]
+
+    stock = RankPool.of(2).run(job, True, None)[0]
+    for fold in SCHEDULES:
+        assert RankPool.of(2).run(job, False, fold)[0] == stock
+
+
+# recompute ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_an_embedding_of_integers_first_gets_its_gradient_when_checkpointed(interval, reentrant):
+    def job(P, fold, pipeline):
+        layers = [LayerSpec(nn.Embedding, 10, HIDDEN), *make_layers(7)]
+        engine = build(False, ds_config(4, fold=fold, pipeline=pipeline), P, 8, layers=layers)
+        tokens = torch.arange(2 * 4).view(4, 2)
+        for _ in range(2):
+            engine.train_batch(iter([(t, torch.ones(2, HIDDEN)) for t in tokens]))
+        return whole_model(engine.module)
+
+    pipeline = {"activation_checkpoint_interval": interval, "use_reentrant": reentrant}
+    plain = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, {})[0]
+    for P, fold in [(1, {"schedule": "1f1b"}), (2, AIAO), (2, {"schedule": "1f1b"})]:
+        assert largest_difference(RankPool.of(P).run(job, P, fold, pipeline)[0], plain)[0] == 0
+
+
+# precision ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_fp16_with_dynamic_scaling_skips_everywhere_and_trains(zero):
+    """A loss scale that overflows at first: every rank skips the same steps, the scale halves once a step, the scheduler waits."""
+    def job(P, zero, fold):
+        warm_up = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}
+        config = ds_config(4, zero, "fp16", fold=fold, scheduler={"type": "WarmupLR", "params": warm_up})
+        config["fp16"] = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 100}
+        engine = build(False, config, P, 8)
+        batches, losses, applied = data(0, "fp16"), [], []
+        for _ in range(12):
+            losses.append(float(engine.train_batch(batches)))
+            applied.append(engine.was_step_applied())
+        return losses, applied, engine.skipped_steps, engine.get_lr(), engine.optimizer.loss_scale, whole_model(engine.module)
+
+    ranks = RankPool.of(2).run(job, 2, zero, AIAO)
+    losses, applied, skipped, lr, scale, weights = ranks[0]
+    assert ranks[1][1:5] == ranks[0][1:5]
+    assert 0 < skipped < 12 and applied == [False] * skipped + [True] * (12 - skipped)
+    assert scale == 2.0**(22 - skipped) and losses[-1] < losses[0]
+    one = RankPool.of(1).run(job, 1, 1, {"schedule": "1f1b"})[0]
+    assert one[2:5] == (skipped, lr, scale)
+    assert largest_difference(weights, one[5])[0] <= 2e-3
+
+
+# steps --------------------------------------------------------------------------------------------------------------------
+
+
+@schedules
+def test_the_number_of_micro_batches_may_change_between_steps(fold):
+    def job(P, fold):
+        engine = build(False, ds_config(2, fold=fold), P, 8)
+        batches, losses = data(0), []
+        for M in (2, 4, 1, 3):
+            engine.set_train_batch_size(M * MICRO_BATCH)
+            losses.append(float(engine.train_batch(batches)))
+        return losses, engine.global_steps, engine.global_samples, whole_model(engine.module)
+
+    two, one = RankPool.of(2).run(job, 2, fold)[0], RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    assert two[:3] == one[:3] and two[1:3] == (4, 20) and largest_difference(two[3], one[3])[0] == 0
+
+
+@schedules
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_evaluation_with_its_own_size_count_and_losses(fold, P):
+    def job(P, fold):
+        engine = build(False, ds_config(4, fold=fold), P, 12, loss_fn=lambda y, t: nn.functional.mse_loss(y, t).view(1))
+        x = torch.randn(7, 8, HIDDEN, generator=torch.Generator().manual_seed(1))
+        first, logits = engine.eval_batch(iter([(t, t) for t in x]), return_logits=True, num_micro_batches=7)
+        trained = float(engine.train_batch(data(0)))
+        apart = engine.eval_batch(iter([(t, t) for t in x[:2]]), reduce_output=None, num_micro_batches=2)
+        outputs = engine.eval_batch(iter([(t, t) for t in x[:1]]), compute_loss=False, num_micro_batches=1, reduce_output=None)
+        engine.module.loss_fn = lambda y, t: [nn.functional.mse_loss(y, t), y.abs().mean()]
+        several = engine.eval_batch(iter([(t, t) for t in x[:3]]), num_micro_batches=3)
+        return (first.shape, first.tolist(), None if logits is None else torch.stack(logits).tolist(), trained,
+                [o.tolist() for o in apart or []], [o.tolist() for o in outputs or []], [v.item() for v in several])
+
+    last = RankPool.of(P).run(job, P, fold)[-1]
+    first = RankPool.of(P).run(job, P, fold)[0]
+    assert first[:2] == last[:2] and first[6] == last[6] and last[0] == (1, )
+    one = RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    assert last == one and len(last[2]) == 7 and len(last[4]) == 2
+
+
+def test_nothing_grows_over_fifty_steps():
+    def job():
+        import gc
+        import threading
+        engine = build(False, ds_config(4, fold=AIAO, checkpoint=1), 2, 8)
+        batches, seen = data(0), []
+        for step in range(50):
+            engine.train_batch(batches)
+            if step % 10 == 0:
+                engine.eval_batch(data(1))
+            if step in (9, 29, 49):
+                gc.collect()
+                hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in engine.module.parameters())
+                tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+                seen.append((threading.active_count(), hooks, len(engine._slots), len(engine._schedules), tensors,
+                             getattr(engine.optimizer, "_backward_active_depth", 0)))
+        return seen
+
+    for seen in RankPool.of(2).run(job):
+        assert seen[0] == seen[1] == seen[2]
+
+
+def test_two_engines_with_different_topologies_in_one_program():
+    def job():
+        first, second = build(False, ds_config(4, fold=AIAO), 2, 8), build(False, ds_config(4, fold=AIAO), 4, 8)
+        a, b = data(first.grid.get_data_parallel_rank()), data(second.grid.get_data_parallel_rank())
+        losses = [(float(first.train_batch(a)), float(second.train_batch(b))) for _ in range(2)]
+        return losses, whole_model(first.module), whole_model(second.module)
+
+    losses, first, second = RankPool.of(4).run(job)[0]
+    for D, weights, mine in ((2, first, [x for x, _ in losses]), (1, second, [x for _, x in losses])):
+        alone, alone_losses = train_alone(8, 4, D, steps=2)
+        difference, size = largest_difference(weights, alone)
+        assert difference <= 1e-5 * size and mine == pytest.approx(alone_losses, rel=1e-5)
