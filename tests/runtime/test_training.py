@@ -342,3 +342,74 @@ def test_two_engines_with_different_topologies_in_one_program():
         alone, alone_losses = train_alone(8, 4, D, steps=2)
         difference, size = largest_difference(weights, alone)
         assert difference <= 1e-5 * size and mine == pytest.approx(alone_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_timers_monitors_and_reports_of_deepspeed(tmp_path, P):
+    def job(P, folder):
+        more = {"wall_clock_breakdown": True, "steps_per_print": 1,
+                "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+                "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False}}
+        engine = build(False, ds_config(4, fold=AIAO, **more), P, 8)
+        batches, losses = data(0), []
+        for _ in range(3):
+            losses.append(float(engine.train_batch(batches)))
+            engine.eval_batch(data(1))
+            engine.eval_batch(data(1), compute_loss=False, reduce_output=None)
+        return losses
+
+    losses = RankPool.of(P).run(job, P, str(tmp_path))[0]
+    rows = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    assert [float(row.split(",")[1]) for row in rows] == pytest.approx(losses, rel=1e-6)
+    assert len((tmp_path / "run" / "Train_Samples_eval_loss.csv").read_text().splitlines()) == 4
+
+
+def test_compile_runs_once_per_shape_not_per_micro_batch():
+    def job():
+        engine = build(False, ds_config(4, fold=AIAO), 2, 8)
+        compiled = []
+
+        def backend(graph, inputs):
+            compiled.append(1)
+            return graph.forward
+
+        engine.module.compile(backend=backend)
+        batches = data(0)
+        first = [float(engine.train_batch(batches)), len(compiled)]
+        return first, [float(engine.train_batch(batches)), len(compiled)]
+
+    def plain():
+        engine, batches = build(False, ds_config(4, fold=AIAO), 2, 8), data(0)
+        return [float(engine.train_batch(batches)) for _ in range(2)]
+
+    first, second = RankPool.of(2).run(job)[0]
+    assert [first[0], second[0]] == pytest.approx(RankPool.of(2).run(plain)[0], rel=1e-6)
+    assert 0 < first[1] == second[1] <= 8
+
+
+@pytest.mark.parametrize("client", ["object", "callable"])
+def test_client_optimizers_and_schedulers(client):
+    def job(P, fold, client):
+        import ds_fold
+        config = ds_config(4, 1, fold=fold, zero_allow_untested_optimizer=True)
+        del config["optimizer"]
+        net = ds_fold.PipelineModule(make_layers(8), num_stages=P, loss_fn=nn.MSELoss(), config=config, partition_method="uniform",
+                                     seed_layers=True)
+
+        def optimizer(parameters):
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+        def scheduler(optimizer):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+        if client == "object":
+            optimizer = optimizer(list(net.parameters()))
+            scheduler = scheduler(optimizer)
+        engine, _, _, returned = ds_fold.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config,
+                                                    model_parameters=list(net.parameters()))
+        batches = data(0)
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        return losses, engine.get_lr(), returned is not None
+
+    two = RankPool.of(2).run(job, 2, AIAO, client)[0]
+    assert two == RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, client)[0] and two[1] == [0.1 / 8] and two[0][2] < two[0][0]
