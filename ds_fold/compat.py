@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
+from torch.utils.checkpoint import checkpoint
 
 #: releases of DeepSpeed that this file was written for; before 0.19.3 pipelines scaled gradients wrongly
 SUPPORTED_DEEPSPEED = ("0.19.3", "0.20")
@@ -128,7 +129,7 @@ class PipelineEngineBase(_StockEngine):
         # accumulate each bf16 gradient as it appears, instead of walking all parameters around every backward
         config.bfloat16_config.immediate_grad_update = True
         super().__init__(*args, **kwargs)
-        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and not self.optimizer.cpu_offload:
             # its own issues collectives per parameter group, and ranks with different numbers of groups wait for each other
             self.optimizer.scaled_global_norm = self._zero_global_norm
 
@@ -286,7 +287,7 @@ def preserved_rng():
 
 def non_reentrant_checkpoint(function, *inputs):
     """``function(*inputs)``, recomputed in backward; inputs need not require gradients."""
-    return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+    return checkpoint(function, *inputs, use_reentrant=False)
 
 
 def is_reentrant(checkpoint_function) -> bool:
@@ -299,6 +300,6 @@ def reset_checkpoint_buffers() -> None:
 
 
 __all__ = [
-    "SUPPORTED_DEEPSPEED", "check_deepspeed_version", "engine_class", "PipelineModuleBase", "PipelineEngineBase",
-    "non_reentrant_checkpoint", "is_reentrant", "reset_checkpoint_buffers", "stock_schedule"
+    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device", "engine_class",
+    "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers", "seed_device", "stock_schedule"
 ]

@@ -122,8 +122,10 @@ class FoldConfig(DeepSpeedConfigModel):
             ConfigError
         """
         try:
-            # without M, the smallest M that any option can ask for shows the combinations that never work
-            self.orders(P, M or max(P, self.micro_batch_group or P)) if M or self.preset else None
+            if M is None and self.preset is not None:
+                M = max(P, self.micro_batch_group or P)  # the smallest that shows the combinations that never work
+            if M is not None:
+                self.orders(P, M)
         except ScheduleError as error:
             raise ConfigError(str(error)) from None
         if layers is not None and layers < self.segments * P:

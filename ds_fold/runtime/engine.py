@@ -19,6 +19,7 @@ from .. import compat
 from ..config import ConfigError, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
+from . import checkpoint
 from .channels import Channel, Message, MessageSpec
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
@@ -26,11 +27,12 @@ from .module import PipelineModule
 
 class Slot:
     """Everything that one micro-batch holds on one chunk."""
-    __slots__ = ("inputs", "input_grads", "outputs", "output_grads", "labels", "loss")
+    __slots__ = ("inputs", "input_spec", "input_grads", "outputs", "output_grads", "labels", "loss")
 
     def __init__(self):
         self.inputs: Optional[Message] = None
-        self.input_grads: Optional[List[Optional[torch.Tensor]]] = None
+        self.input_spec: Optional[MessageSpec] = None
+        self.input_grads: List[Optional[torch.Tensor]] = []
         self.outputs: Optional[Message] = None
         self.output_grads: Optional[Tuple[torch.Tensor, ...]] = None
         self.labels = None
@@ -255,6 +257,24 @@ class PipelineEngine(compat.PipelineEngineBase):
         parts = [value.reshape([1] * dims) for value in values]
         return parts if is_list else parts[0]
 
+    # checkpoints ----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        """DeepSpeed's ``save_checkpoint``, all or nothing: a save that is killed half-way leaves the checkpoints before it and
+        ``latest`` as they were."""
+        client_state = client_state or {}
+        if self.checkpoint_engine.is_decoupled():  # such an engine commits on its own, later
+            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        leader = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+        if leader and save_dir:
+            checkpoint.begin(save_dir, tag)
+        super().save_checkpoint(save_dir, tag + checkpoint.UNFINISHED, client_state, False, exclude_frozen_parameters)
+        if leader:  # the line above ends with a barrier: every rank's files are there
+            checkpoint.commit(save_dir, tag, save_latest)
+        dist.barrier()
+        return True
+
     # data -----------------------------------------------------------------------------------------------------------------
 
     def _pull_batch(self, micro_batches: int) -> None:
@@ -393,25 +413,22 @@ class PipelineEngine(compat.PipelineEngineBase):
     def _take_inputs(self, segment: int, micro_batch: int, message: Message, spec: Optional[MessageSpec] = None) -> None:
         """Put a message into its slot; tensors that require gradients become part of the graph."""
         slot = self._slot(segment, micro_batch)
-        if self._training_batch:
-            spec = spec or MessageSpec.of(message)
-            tensors = message if isinstance(message, tuple) else (message, )
-            slot.input_grads = [None] * len(tensors)
-            tensors = tuple(
-                _Received.apply(self._anchor, t.detach(), slot.input_grads, i) if t_spec.requires_grad else t.detach()
-                for i, (t, t_spec) in enumerate(zip(tensors, spec.tensors)))
-            # what a gradient that never comes stands for: zeros of this form
-            slot.inputs, slot.output_grads = (tensors if isinstance(message, tuple) else tensors[0]), None
-            slot.input_grads.append(spec)
-        else:
+        if not self._training_batch:
             slot.inputs = message
+            return
+        slot.input_spec = spec or MessageSpec.of(message)
+        slot.input_grads = [None] * len(slot.input_spec.tensors)
+        tensors = tuple(
+            _Received.apply(self._anchor, t.detach(), slot.input_grads, i) if t_spec.requires_grad else t.detach()
+            for i, (t, t_spec) in enumerate(zip(message if isinstance(message, tuple) else (message, ), slot.input_spec.tensors)))
+        slot.inputs = tensors if isinstance(message, tuple) else tensors[0]
 
     def _take_input_grads(self, segment: int, micro_batch: int) -> Tuple[torch.Tensor, ...]:
         """The gradients of a chunk's inputs, zeros for an input that nothing used; empties the slot."""
-        *grads, spec = self._slots.pop((segment, micro_batch)).input_grads
+        slot = self._slots.pop((segment, micro_batch))
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=self.device) if grad is None else grad
-            for grad, t in zip(grads, spec.tensors) if t.requires_grad)
+            for grad, t in zip(slot.input_grads, slot.input_spec.tensors) if t.requires_grad)
 
     # messages -------------------------------------------------------------------------------------------------------------
 

@@ -306,3 +306,39 @@ def test_checkpoints_resume_under_another_fold(tmp_path, zero):
         return results
 
     assert all(pair == (0, 0) for pair in RankPool.of(2).run(job, str(tmp_path), zero)[0])
+
+
+def test_a_save_that_dies_half_way_leaves_the_one_before(tmp_path):
+    def job(folder):
+        import torch.distributed as dist
+        engine = build(False, ds_config(4, 1, fold=AIAO), 2, 8)
+        engine.train_batch(data(0))
+        engine.save_checkpoint(folder, tag="kept")
+        engine.train_batch(data(0))
+        save, saved = engine.checkpoint_engine.save, []
+
+        def dying(state_dict, path):
+            saved.append(path)
+            if len(saved) == 3 and dist.get_rank() == 1:
+                raise OSError("no space left")
+            save(state_dict, path)
+
+        engine.checkpoint_engine.save = dying
+        engine.save_checkpoint(folder, tag="next")
+
+    with pytest.raises(RankError, match="no space left"):
+        RankPool.of(2).run(job, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "kept" and not (tmp_path / "next").exists()
+
+    def resume(folder):
+        engine = build(False, ds_config(4, 1, fold=AIAO), 2, 8)
+        engine.load_checkpoint(folder)
+        steps = engine.global_steps
+        engine.train_batch(data(0))
+        engine.save_checkpoint(folder, tag="next")
+        engine.save_checkpoint(folder, tag="next")  # again, over itself
+        return steps
+
+    assert RankPool.of(2).run(resume, str(tmp_path)) == [1, 1]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["kept", "next"]
+    assert (tmp_path / "latest").read_text() == "next"
