@@ -21,10 +21,12 @@ def launch(config, steps, ranks, report):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = ["deepspeed", "--num_accelerators", str(ranks), "--master_port", str(port), str(HERE / "train_gpt.py"),
+    tools = Path(sys.executable).parent
+    command = [str(tools / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", str(port), str(HERE / "train_gpt.py"),
                "--deepspeed_config", str(HERE.parent / "configs" / config), "--stages", str(ranks), "--steps", str(steps),
                "--evaluate-every", str(steps), "--report", report]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PATH": os.pathsep.join([str(tools), os.environ["PATH"]]),
+                   "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\nended with exit code {done.returncode}; its output is above")
@@ -33,7 +35,7 @@ def launch(config, steps, ranks, report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=4)
     args = parser.parse_args()
     results = {}

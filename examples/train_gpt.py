@@ -75,7 +75,7 @@ def gpt_layers(args):
     ]
 
 
-def load_text(path):
+def load_text(path, sequence):
     """(training bytes, held-out bytes) as int64 tensors; the last 5 % are held out."""
     if path:
         text = Path(path).read_bytes()[:TEXT_LIMIT]
@@ -87,6 +87,9 @@ def load_text(path):
                 break
     data = torch.frombuffer(bytearray(text[:TEXT_LIMIT]), dtype=torch.uint8).long()
     cut = int(0.95 * len(data))
+    if len(data) - cut < sequence + 2:
+        raise SystemExit(f"{path or 'the standard library'} has {len(data)} bytes of text; --sequence {sequence} needs at least "
+                         f"{20 * (sequence + 2)} to hold out 5 %: give a longer --text or a shorter --sequence")
     return data[:cut], data[cut:]
 
 
@@ -141,7 +144,7 @@ def main():
     if args.resume:
         engine.load_checkpoint(args.save)
 
-    train_data, held_out = load_text(args.text)
+    train_data, held_out = load_text(args.text, args.sequence)
     replica, size, count = engine.grid.get_data_parallel_rank(), engine.train_micro_batch_size_per_gpu(), engine.micro_batches
     tokens = engine.train_batch_size() * args.sequence
     shown = torch.distributed.get_rank() == 0

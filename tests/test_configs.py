@@ -21,7 +21,7 @@ def train_example(config, stages, steps=2):
     net = ds_fold.PipelineModule(example.gpt_layers(args), num_stages=stages, loss_fn=example.loss_fn, config=str(config),
                                  partition_method="uniform", seed_layers=True, seed_fn=example.seed_cpu)
     engine, *_ = ds_fold.initialize(model=net, model_parameters=net.parameters(), config=str(config))
-    text, _ = example.load_text(args.text)
+    text, _ = example.load_text(args.text, args.sequence)
     replica, size, count = engine.grid.get_data_parallel_rank(), engine.train_micro_batch_size_per_gpu(), engine.micro_batches
     return [float(engine.train_batch(example.micro_batches(text, args, step, replica, size, count))) for step in range(steps)]
 

@@ -19,7 +19,7 @@ from .. import compat
 from ..config import ConfigError, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
-from . import checkpoint
+from . import checkpoint, losses
 from .channels import Channel, Message, MessageSpec
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
@@ -203,6 +203,8 @@ class PipelineEngine(compat.PipelineEngineBase):
             The loss, in the form that loss_fn gave it (a tensor of shape [] or [1], or a list of them); with ``return_logits`` a
             pair of it and the logits.
         """
+        if reduce_output not in (None, "avg", "AVG"):
+            raise NotImplementedError(f"reduce_output={reduce_output!r}: only 'avg' and None are known")
         was_training, train_iterator, loader = self.module.training, self.data_iterator, self.training_dataloader
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         self.module.eval()
@@ -216,9 +218,12 @@ class PipelineEngine(compat.PipelineEngineBase):
             self.module.train(was_training)
             self.data_iterator, self.training_dataloader = train_iterator, loader
             self.eval_return_logits = False
-        result = self.reduce_outputs(self.fwd_outputs, reduce_output, micro_batches) if self.is_last_stage() else None
+        result = self.fwd_outputs if self.is_last_stage() else None
+        if reduce_output is not None and self.is_last_stage():
+            result = losses.average(result, self.grid.get_data_parallel_group(), self.dp_world_size)
         if compute_loss and reduce_output is not None and (bcast_loss or self.monitor.enabled):
-            result = self._broadcast_loss(result)
+            result = losses.broadcast(result, self.grid.stage_to_global(self.num_stages - 1), self.grid.get_pipe_parallel_group(),
+                                      self.device)
             if self.global_rank == 0 and self.monitor.enabled:
                 first = result[0] if isinstance(result, list) else result
                 self.monitor.write_events([("Train/Samples/eval_loss", first.mean().item(), self.global_samples)])
@@ -226,36 +231,6 @@ class PipelineEngine(compat.PipelineEngineBase):
         if not return_logits:
             return result
         return result, (None if not logits else logits[0] if micro_batches == 1 else logits)
-
-    def reduce_outputs(self, outputs, reduce, micro_batches: int):
-        """Average losses (tensors, or lists of tensors) over micro-batches and replicas; ``reduce`` None leaves them apart."""
-        if reduce is None:
-            return outputs
-        if not isinstance(reduce, str) or reduce.lower() != "avg":
-            raise NotImplementedError(f"reduce_output={reduce!r}: only 'avg' and None are known")
-        total = None
-        for output in outputs:
-            total = _add(total, output)
-        parts = [part / micro_batches for part in (total if isinstance(total, list) else [total])]
-        for part in parts:
-            if self.is_data_parallel:
-                dist.all_reduce(part, group=self.grid.get_data_parallel_group())
-                part /= self.dp_world_size
-        return parts if isinstance(total, list) else parts[0]
-
-    def _broadcast_loss(self, loss):
-        """The last pipeline rank's loss on all pipeline ranks, in fp32: first its form, then its values."""
-        group, source = self.grid.get_pipe_parallel_group(), self.grid.stage_to_global(self.num_stages - 1)
-        mine = self.is_last_stage()
-        parts = [part.float() for part in (loss if isinstance(loss, list) else [loss])] if mine else []
-        form = [isinstance(loss, list), len(parts), parts[0].dim()] if mine else [0, 0, 0]
-        header = torch.tensor([int(word) for word in form], device=self.device)
-        dist.broadcast(header, source, group=group)
-        is_list, count, dims = header.tolist()
-        values = torch.stack([part.reshape(()) for part in parts]) if mine else torch.zeros(count, device=self.device)
-        dist.broadcast(values, source, group=group)
-        parts = [value.reshape([1] * dims) for value in values]
-        return parts if is_list else parts[0]
 
     # checkpoints ----------------------------------------------------------------------------------------------------------
 
@@ -355,12 +330,12 @@ class PipelineEngine(compat.PipelineEngineBase):
             self.outputs.append(outputs)
         detached = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         self.fwd_outputs.append(detached)
-        self.total_loss = _add(self.total_loss, detached)
+        self.total_loss = losses.add(self.total_loss, detached)
         additional = self.module.get_additional_losses()
         if additional is not None:
             totals = self.total_additional_losses or type(additional)()
             for name, value in additional.items():
-                totals[name] = _add(totals.get(name), value.detach())
+                totals[name] = losses.add(totals.get(name), value.detach())
             self.total_additional_losses = totals
         if self._training_batch:
             slot.loss = self._backward_root(loss)
@@ -495,10 +470,3 @@ class PipelineEngine(compat.PipelineEngineBase):
         op.STEP: exec_step,
     }
     _INSTRUCTION_MAP = {INSTRUCTIONS[name]: method for name, method in ACTION_METHODS.items()}
-
-
-def _add(total, value):
-    """Running sum of losses that are tensors, tuples or lists of tensors. DeepSpeed starts from zeros, and so does this."""
-    if torch.is_tensor(value):
-        return (torch.zeros_like(value) if total is None else total) + value
-    return [_add(None if total is None else total[i], part) for i, part in enumerate(value)]
