@@ -235,10 +235,7 @@ class PipelineEngineBase(_StockEngine):
         """Clip by the norm over the whole model. DeepSpeed's own counts the first pipeline rank's parameters only."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         counted = [p.grad for p in self.module.parameters() if p.grad is not None and self._counts_in_norm(p)]
-        device = self.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if counted:
-            total += torch.stack(torch._foreach_norm(counted)).double().square().sum().to(device)
+        total = self._sum_of_squares(counted)
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = total.sqrt().item()
         if gradients:
@@ -247,16 +244,21 @@ class PipelineEngineBase(_StockEngine):
     def _zero_global_norm(self, norm_type=2):
         """Norm of the gradients of the whole model, still scaled; inf where any is not finite (ZeRO-1)."""
         optimizer = self.optimizer
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        counted = []
         for i, parameters in enumerate(optimizer.params_in_partition):
             gradients = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
-            counted = [g for g, p in zip(gradients, parameters) if self._counts_in_norm(p)]
-            if counted:
-                total += torch.stack(torch._foreach_norm([g.float() for g in counted])).double().square().sum()
+            counted += [g.float() for g, p in zip(gradients, parameters) if self._counts_in_norm(p)]
+        total = self._sum_of_squares(counted)
         dist.all_reduce(total, group=self.grid.get_data_parallel_group())
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         norm = total.sqrt()
         return norm.float() if torch.isfinite(norm) else torch.tensor(float("inf"), device=self.device)
+
+    def _sum_of_squares(self, tensors) -> torch.Tensor:
+        """fp64 scalar on this rank's device; 0 for no tensors."""
+        if not tensors:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum().to(self.device)
 
     def _counts_in_norm(self, parameter) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):

@@ -203,7 +203,7 @@ class PipelineEngine(compat.PipelineEngineBase):
             The loss, in the form that loss_fn gave it (a tensor of shape [] or [1], or a list of them); with ``return_logits`` a
             pair of it and the logits.
         """
-        if reduce_output not in (None, "avg", "AVG"):
+        if reduce_output is not None and str(reduce_output).lower() != "avg":
             raise NotImplementedError(f"reduce_output={reduce_output!r}: only 'avg' and None are known")
         was_training, train_iterator, loader = self.module.training, self.data_iterator, self.training_dataloader
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
