@@ -144,6 +144,10 @@ class PipelineEngineBase(_StockEngine):
     def run_schedule(self, schedule) -> None:
         raise NotImplementedError
 
+    def training_loader(self, dataset):
+        """The iterable that ``training_data=`` becomes."""
+        raise NotImplementedError
+
     def _train_schedule(self):
         return self.train_schedule()
 
@@ -152,6 +156,9 @@ class PipelineEngineBase(_StockEngine):
 
     def _exec_schedule(self, pipe_schedule):
         self.run_schedule(pipe_schedule)
+
+    def _build_data_iter(self, dataset):
+        self.set_dataloader(self.training_loader(dataset))
 
     def _backward_prologue_per_tensor(self, grad):
         return grad  # gradient accumulation is scaled once, at the loss

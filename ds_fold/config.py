@@ -59,6 +59,19 @@ class FoldConfig(DeepSpeedConfigModel):
     """Before each batch all ranks agree that every data iterator has its micro-batches: data that end raise the same error
     everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
 
+    shuffle: bool = False
+    """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
+    starts epoch n."""
+
+    shuffle_seed: int = Field(0, ge=0, strict=True)
+    """What the permutations depend on, besides the epoch."""
+
+    data_workers: Optional[int] = Field(None, ge=0, strict=True)
+    """``training_data=`` only: processes that read ahead, started anew each epoch; 0: none. Default: DeepSpeed's, two a device."""
+
+    label_transport: bool = False
+    """Labels travel along the pipeline, so that only the first pipeline rank reads data; the last one's iterator is not used."""
+
     deterministic_rng: bool = False
     """Random numbers inside layers (dropout) depend on (base seed, step, layer, micro-batch, replica) only: the same under every
     schedule and fold, also when recomputed. The user's own random state is not touched."""
@@ -105,13 +118,14 @@ class FoldConfig(DeepSpeedConfigModel):
 
     def train_program(self, P: int, M: int) -> Program:
         """The program of one training batch on P pipeline ranks, proved. Raises ScheduleError."""
-        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead)
+        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead, label_transport=self.label_transport)
         verify(program)
         return program
 
     def eval_program(self, P: int, M: int) -> Program:
         """The forward-only program of one evaluation batch, proved."""
-        program = lower(forward_order(P, self.segments, M), self.segments, M, self.receive_ahead, forward_only=True)
+        program = lower(forward_order(P, self.segments, M), self.segments, M, self.receive_ahead, forward_only=True,
+                        label_transport=self.label_transport)
         verify(program)
         return program
 

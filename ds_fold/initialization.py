@@ -4,6 +4,7 @@ import deepspeed
 
 from . import compat
 from .config import ConfigError, load_config
+from .runtime.data import check_dataset
 from .runtime.engine import PipelineEngine
 from .runtime.module import PipelineModule
 
@@ -24,6 +25,8 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, *, 
         raise ConfigError(f"model is a {type(model).__name__}; build it with ds_fold.PipelineModule")
     if config is None and getattr(args, "deepspeed_config", None) is None and "config_params" not in kwargs and model.ds_config:
         config = model.ds_config
+    if kwargs.get("training_data") is not None:
+        check_dataset(kwargs["training_data"])
     if isinstance(config, str):
         config = load_config(config)
     with compat.engine_class(PipelineEngine):

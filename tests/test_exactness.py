@@ -25,6 +25,7 @@ GRID = {
     "checkpoint": ["none", "reentrant", "non_reentrant"],
     "head_backward": ["scheduled", "immediate"],
     "receive_ahead": [1, 4],
+    "label_transport": [False, True],
 }
 
 
@@ -49,12 +50,13 @@ def _id(case) -> str:
     words = [f"P{P}xD{D}", case["schedule"], f"v{case['segments']}", f"M{case['micro_batches']}", f"zero{case['zero']}",
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
+    words += ["labels_travel"] * case["label_transport"]
     return "-".join(words)
 
 
 def fold_block(case):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
-                                         "receive_ahead": case["receive_ahead"]}
+                                         "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"]}
     block["schedule"] = "aiao" if schedule.startswith("aiao") else schedule
     if schedule == "aiao_all_forward":
         block["last_segment"] = "all_forward"

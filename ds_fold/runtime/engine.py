@@ -7,20 +7,21 @@ Per (segment, micro-batch) there is one slot; it is made when its first part arr
     SEND_GRAD <-- slot.input_grads <------B------ slot.output_grads <-- WAIT_RECV_GRAD
 """
 
-from collections import deque
 from contextlib import ExitStack, nullcontext
-from typing import Deque, Dict, List, Optional, Tuple
+from functools import cached_property
+from typing import Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineError
 
 from .. import compat
-from ..config import ConfigError, fold_config
+from ..config import ConfigError, FoldConfig, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
 from . import checkpoint, losses
 from .channels import Channel, Message, MessageSpec
+from .data import BatchQueue, EpochLoader, check_item, label_message, labels_of, load_labels
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
 
@@ -61,7 +62,6 @@ class PipelineEngine(compat.PipelineEngineBase):
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
-        self.fold = fold_config(self.ds_config)
         if (self.fold.segments, self.fold.partition) != (self.module.fold.segments, self.module.fold.partition):
             raise ConfigError(f"the module was built for ds_fold.segments={self.module.fold.segments}, partition="
                               f"{self.module.fold.partition}, but the engine's config says segments={self.fold.segments}, "
@@ -69,7 +69,6 @@ class PipelineEngine(compat.PipelineEngineBase):
                               f"initialize()")
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
         self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
-        self._batches: Deque = deque()
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._training_batch = True
@@ -79,10 +78,19 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._edges = [f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
         for k, s in enumerate(range(self.stage_id + 1, v * P, P)):
             self._edges[s] += f" ({self.module.describe_last_layer(k)})"
+        #: process groups of this engine's own
+        self._groups: List = []
         # small agreements between all ranks, on the CPU whatever the device
-        self._control_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        control = self._new_group(None, backend="gloo") if dist.get_world_size() > 1 else None
+        self._batches = BatchQueue(control if self.fold.data_check else None)
+        self._labels_travel = self.fold.label_transport and P > 1
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
+
+    @cached_property
+    def fold(self) -> FoldConfig:
+        """The typed ``ds_fold`` block."""
+        return fold_config(self.ds_config)
 
     def _open_channels(self) -> None:
         """One process group per directed use of an edge. All ranks create all groups, in one order."""
@@ -95,7 +103,7 @@ class PipelineEngine(compat.PipelineEngineBase):
             for r in range(edges):
                 ends = [ranks[r], ranks[(r + 1) % P]]
                 for forward in (True, False):
-                    group = dist.new_group(ends)
+                    group = self._new_group(ends)
                     if self.global_rank not in ends:
                         continue
                     peer = ends[1] if self.global_rank == ends[0] else ends[0]
@@ -105,6 +113,19 @@ class PipelineEngine(compat.PipelineEngineBase):
                     else:
                         name = "_act_in" if forward else "_grad_in"
                     setattr(self, name, channel)
+
+    def _new_group(self, ranks, **options):
+        group = dist.new_group(ranks, **options)
+        if ranks is None or self.global_rank in ranks:
+            self._groups.append(group)
+        return group
+
+    def destroy(self):
+        """DeepSpeed's ``destroy``, and the engine's process groups with their sockets and threads. Call on all ranks."""
+        super().destroy()
+        self._act_in = self._act_out = self._grad_in = self._grad_out = None
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
     def reset_activation_shape(self):
         """The shapes between chunks may differ from here on. Call on all ranks, between batches."""
@@ -252,44 +273,45 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     # data -----------------------------------------------------------------------------------------------------------------
 
+    def training_loader(self, dataset):
+        return EpochLoader(self.deepspeed_io, dataset, self.dp_world_size, self.grid.get_data_parallel_rank(), self.fold.shuffle,
+                           self.fold.shuffle_seed, self.fold.data_workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start epoch ``epoch`` (from 0) of ``training_data`` or of a loader whose sampler has ``set_epoch``, at its first item.
+        Call on all ranks. Without it, one epoch follows the other."""
+        loader = self.training_dataloader
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return
+        target = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+        if not hasattr(target, "set_epoch"):
+            raise PipelineError("set_epoch needs training_data= or a loader whose sampler has set_epoch")
+        target.set_epoch(epoch)
+        self.data_iterator = iter(loader)
+
     def _pull_batch(self, micro_batches: int) -> None:
         """Take this batch's items from the data iterator, and agree with all other ranks that everybody has them."""
-        error = None
-        if self.is_first_stage() or self.is_last_stage():
-            self._batches.clear()
-            try:
-                self._batches.extend(self.next_batch() for _ in range(micro_batches))
-            except Exception as caught:
-                # a generator turns the iterator's StopIteration into a RuntimeError that it caused
-                error = caught.__cause__ if isinstance(caught.__cause__, StopIteration) else caught
-        if self.fold.data_check and self._control_group is not None:
-            # the highest rank whose data failed, and whether they just ended
-            verdict = torch.tensor([-1 if error is None else 2 * self.global_rank + (not isinstance(error, StopIteration))])
-            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=self._control_group)
-            rank, failed = divmod(int(verdict), 2)
-            if error is None and rank >= 0:
-                if failed:
-                    error = PipelineError(f"the data iterator of rank {rank} raised an error; this batch was not started")
-                else:
-                    error = StopIteration(f"the data of rank {rank} ended")
-        if error is not None:
-            self._batches.clear()
-            raise error
+        loads = self.is_first_stage() or (self.is_last_stage() and not self._labels_travel)
+        self._batches.pull(self._next_item, micro_batches if loads else 0)
+
+    def _next_item(self):
+        if self.data_iterator is None:
+            raise PipelineError("no data: pass a data iterator to train_batch() or eval_batch() on the first and the last pipeline "
+                                "rank, or training_data= to initialize()")
+        item = self.next_batch()
+        check_item(item, self.is_first_stage(), self._labels_travel)
+        return item
 
     def exec_load(self, segment, micro_batch, **_):
-        batch = self._batches.popleft()
+        inputs, labels, *_ = self._batches.pop()
         if self.is_first_stage():
-            inputs = batch[0]
             if not torch.is_tensor(inputs):
                 inputs = tuple(self._own_input(t) for t in inputs)
             self._slot(0, micro_batch).inputs = inputs if isinstance(inputs, tuple) else self._own_input(inputs)
         if self.is_last_stage():
-            labels = batch[1]
-            if isinstance(labels, (tuple, list)):
-                labels = tuple(t.to(self.device) for t in labels)
-            elif torch.is_tensor(labels):
-                labels = labels.to(self.device)
-            self._slot(self.fold.segments - 1, micro_batch).labels = labels
+            self._slot(self.fold.segments - 1, micro_batch).labels = load_labels(labels, self.device)
+        elif self._labels_travel:
+            self._slot(0, micro_batch).labels = load_labels(labels, self.device)
 
     def _own_input(self, tensor: torch.Tensor) -> torch.Tensor:
         # a copy: the first layer may work in place
@@ -409,19 +431,29 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def exec_send_activation(self, segment, micro_batch, **_):
         slot = self._slots[segment, micro_batch]
-        self._act_out.send(self._edges[self._virtual_stage(segment) + 1], slot.outputs)
+        edge = self._edges[self._virtual_stage(segment) + 1]
+        self._act_out.send(edge, slot.outputs)
+        if self._labels_travel:
+            self._act_out.send(f"labels, {edge}", label_message(slot.labels))
+            slot.labels = None
         if not self._training_batch:
             del self._slots[segment, micro_batch]
 
     def exec_wait_send_activation(self, segment, micro_batch, **_):
-        self._act_out.wait_send()
+        for _ in range(1 + self._labels_travel):
+            self._act_out.wait_send()
 
     def exec_receive_activation(self, segment, micro_batch, **_):
-        self._act_in.post(self._edges[self._virtual_stage(segment)])
+        edge = self._edges[self._virtual_stage(segment)]
+        self._act_in.post(edge)
+        if self._labels_travel:
+            self._act_in.post(f"labels, {edge}")
 
     def exec_wait_receive_activation(self, segment, micro_batch, **_):
         message, spec = self._act_in.wait_receive()
         self._take_inputs(segment, micro_batch, message, spec)
+        if self._labels_travel:
+            self._slots[segment, micro_batch].labels = labels_of(self._act_in.wait_receive()[0])
 
     def exec_send_grad(self, segment, micro_batch, **_):
         self._grad_out.send(self._edges[self._virtual_stage(segment)], self._take_input_grads(segment, micro_batch))

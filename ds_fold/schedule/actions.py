@@ -34,7 +34,7 @@ OPS: Dict[str, str] = {
     LOAD: "pull micro-batch m from the data iterator (inputs on the first pipeline rank, labels on the last)",
     F: "forward of micro-batch m through segment k",
     B: "backward of micro-batch m through segment k",
-    SEND_ACT: "launch the send of segment k's output to the next virtual stage",
+    SEND_ACT: "launch the send of segment k's output (and labels, where they travel) to the next virtual stage",
     WAIT_SEND_ACT: "wait until that output has left",
     RECV_ACT: "post the receive of segment k's input from the previous virtual stage",
     WAIT_RECV_ACT: "wait until that input has arrived",
@@ -52,7 +52,7 @@ OPS: Dict[str, str] = {
 BATCH_OPS = frozenset((REDUCE_TIED, REDUCE, WAIT_REDUCE, STEP))
 
 _TOKEN = re.compile(r"([A-Z]+)(?:(\d+)\.(\d+))?")
-_HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?")
+_HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?(?: (label_transport))?")
 _RANK_LINE = re.compile(r"rank (\d+):(.*)")
 
 
@@ -93,12 +93,14 @@ class Program:
         M: number of micro-batches.
         ranks: ``ranks[r]`` is the list of :class:`Action` of pipeline rank r.
         forward_only: an evaluation program (no backward, no step).
+        label_transport: labels travel with the activations, so that only the first pipeline rank loads.
     """
 
-    def __init__(self, P: int, v: int, M: int, ranks: List[List[Action]], forward_only: bool = False):
+    def __init__(self, P: int, v: int, M: int, ranks: List[List[Action]], forward_only: bool = False,
+                 label_transport: bool = False):
         if len(ranks) != P:
             raise ValueError(f"a program for {P} pipeline ranks needs {P} lists of actions, got {len(ranks)}")
-        self.P, self.v, self.M, self.ranks, self.forward_only = P, v, M, ranks, forward_only
+        self.P, self.v, self.M, self.ranks, self.forward_only, self.label_transport = P, v, M, ranks, forward_only, label_transport
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Program) and vars(self) == vars(other)
@@ -117,7 +119,7 @@ class Program:
         if rank is not None:
             return f"rank {rank}: " + " ".join(map(str, self.ranks[rank]))
         header = f"program pipeline_ranks={self.P} segments={self.v} micro_batches={self.M}"
-        header += " forward_only" if self.forward_only else ""
+        header += " forward_only" * self.forward_only + " label_transport" * self.label_transport
         return "\n".join([header] + [self.format(r) for r in range(self.P)]) + "\n"
 
     @classmethod
@@ -137,4 +139,4 @@ class Program:
                 ranks.append([Action.parse(token) for token in match[2].split()])
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
-        return cls(P, v, M, ranks, forward_only=header[4] is not None)
+        return cls(P, v, M, ranks, forward_only=header[4] is not None, label_transport=header[5] is not None)

@@ -37,7 +37,7 @@ DEFAULT_RECEIVE_AHEAD = 4
 
 
 def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_AHEAD, forward_only: bool = False,
-          ranks: Optional[List[int]] = None) -> Program:
+          ranks: Optional[List[int]] = None, label_transport: bool = False) -> Program:
     """The program of every rank.
 
     Args:
@@ -47,15 +47,17 @@ def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_A
             move a message only once its receive is posted; each posted receive holds its buffer.
         forward_only: an evaluation program.
         ranks: lower only these ranks and leave the others' programs empty (an engine needs its own only).
+        label_transport: only the first pipeline rank loads; labels travel in the messages of activations.
     """
     P = len(orders)
     wanted = range(P) if ranks is None else ranks
-    programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only) if r in wanted else []
+    programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only, label_transport) if r in wanted else []
                 for r in range(P)]
-    return Program(P, v, M, programs, forward_only=forward_only)
+    return Program(P, v, M, programs, forward_only, label_transport)
 
 
-def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forward_only: bool) -> List[Action]:
+def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forward_only: bool,
+                label_transport: bool) -> List[Action]:
     table = {op: action_table(op, v, M) for op in _PER_MICRO_BATCH}
     last = v * P - 1
     order = orders[r]
@@ -96,7 +98,7 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
         op, k, m = a
         s = k * P + r
         if op == F:
-            if s == 0 or (s == last and P > 1):
+            if s == 0 or (s == last and P > 1 and not label_transport):
                 # pulled before anything of this micro-batch travels; with one rank, inputs and labels come at once
                 emit(table[LOAD][k][m])
             if s > 0 and P > 1:

@@ -60,9 +60,12 @@ class _Channel:
 class _Rank:
     """State of one rank in the replay. ``done[op][k*M + m]`` says whether an action has run."""
 
-    def __init__(self, rank: int, actions: List[Action], P: int, v: int, M: int):
-        self.rank, self.actions, self.P, self.v, self.M = rank, actions, P, v, M
+    def __init__(self, rank: int, program: Program):
+        P, v, M = self.P, self.v, self.M = program.P, program.v, program.M
+        self.rank, self.actions = rank, program.ranks[rank]
         self.last = v * P - 1
+        #: virtual stages that load data
+        self.loading = {0} if program.label_transport else {0, self.last}
         self.at = 0
         self.done = {op: bytearray(v * M) for op in OPS}
         self.batch_done = set()
@@ -91,16 +94,15 @@ class _Rank:
 
 def _load(me: _Rank, a: Action) -> bool:
     me.once(a)
-    s = a.segment * me.P + me.rank
-    if s != 0 and s != me.last:
-        me.fail(a, "only the first and the last virtual stage load data")
+    if a.segment * me.P + me.rank not in me.loading:
+        me.fail(a, "only the first and the last virtual stage load data, and the last one only if labels do not travel")
     return True
 
 
 def _forward(me: _Rank, a: Action) -> bool:
     i = me.once(a)
     s = a.segment * me.P + me.rank
-    if s == 0 or (s == me.last and me.P > 1):
+    if s == 0 or (s in me.loading and me.P > 1):
         me.need(a, LOAD, i)
     if s > 0:
         if me.P > 1:
@@ -229,12 +231,12 @@ def verify(program: Program) -> Report:
     Raises:
         VerificationError: an action is missing, doubled, out of order, unpaired, or the ranks wait for each other.
     """
-    P, v, M = program.P, program.v, program.M
-    ranks = [_Rank(r, actions, P, v, M) for r, actions in enumerate(program.ranks)]
+    P = program.P
+    ranks = [_Rank(r, program) for r in range(P)]
     if P > 1:
         for r, me in enumerate(ranks):
             following = ranks[(r + 1) % P]
-            if r < P - 1 or v > 1:
+            if r < P - 1 or program.v > 1:
                 me.act_out = following.act_in = _Channel()
                 following.grad_out = me.grad_in = _Channel()
     _replay(ranks)
@@ -274,7 +276,7 @@ def _check_complete(me: _Rank, forward_only: bool) -> None:
     for k in range(me.v):
         s = k * me.P + me.rank
         expected = {F}
-        if s == 0 or (s == me.last and me.P > 1):
+        if s == 0 or (s in me.loading and me.P > 1):
             expected.add(LOAD)
         if me.P > 1 and s > 0:
             expected |= {RECV_ACT, WAIT_RECV_ACT}
