@@ -90,9 +90,21 @@ class PipelineModuleBase(_StockModule):
             self.global_layer_indices.extend(range(start, stop))
         self._set_bounds(*self.chunk_bounds()[0])
 
+    def _index_tied_modules(self):
+        ties = super()._index_tied_modules()
+        for tie in ties.values():
+            # the whole module is shared, as it is where its users lie on one rank; DeepSpeed ties the named weights only
+            tie["weight_attr"] = [name for name, _ in tie["module"].named_parameters()]
+        return ties
+
     @torch.no_grad()  # otherwise the broadcast becomes part of the weights' graph, and the first backward warns of it
     def _synchronize_tied_weights(self):
-        super()._synchronize_tied_weights()
+        for key, tie in self.tied_comms.items():
+            # from its first user, whose initial weights do not depend on the fold; DeepSpeed's source is the lowest rank
+            first_user = next(i for i, spec in enumerate(self.layer_specs) if getattr(spec, "key", None) == key)
+            source = self.grid.stage_to_global(stage_id=self.stage_owner(first_user))
+            for weight in tie["module"].parameters():
+                dist.broadcast(weight, source, group=tie["group"])
 
     def _precompute_checkpointable_values(self):
         pass  # blocks are found per segment where they are used, see PipelineModule.forward

@@ -1,5 +1,7 @@
 """Small models, data and oracles: the same layers trained by stock DeepSpeed, by ds_fold, and by one plain process."""
 
+from functools import partial
+
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -131,16 +133,16 @@ def train(stock, config, P, count, steps=5, tied=False, dtype="fp32", **kwargs):
     return weights, losses, norms
 
 
-def train_alone(count, M, D, steps=5, tied=False, clip=0.0):
+def train_alone(count, M, D, steps=5, tied=False, clip=0.0, layers=None):
     """The oracle: one process, no pipeline, plain torch; replicas one after another, gradients averaged."""
     torch.manual_seed(0)
     modules, functions, params = {}, [], {}
-    for index, spec in enumerate(make_layers(count, tied)):
+    for index, spec in enumerate(make_layers(count, tied) if layers is None else layers):
         seed_cpu(1234 + index)
         if isinstance(spec, TiedLayerSpec):
             layer = modules.setdefault(spec.key, None) or spec.build()
             modules[spec.key] = layer
-            functions.append(layer if spec.forward_fn is None else lambda x, layer=layer: tied_head(layer, x))
+            functions.append(layer if spec.forward_fn is None else partial(spec.forward_fn, layer))
             params.update({f"tied_modules.{spec.key}.{name}": p for name, p in layer.named_parameters()})
         else:
             layer = spec.build()
