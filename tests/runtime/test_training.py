@@ -1,5 +1,9 @@
 """What users do with a pipeline beyond plain training: data that end, frozen parts, randomness, precision, batch size, steps."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from models import (
@@ -16,7 +20,7 @@ from models import (
     train_alone,
     whole_model,
 )
-from pool import RankError, RankPool
+from pool import RankError, RankPool, free_port
 from torch import nn
 
 AIAO = {"schedule": "aiao", "segments": 2}
@@ -330,6 +334,51 @@ def test_nothing_grows_over_fifty_steps():
         assert seen[0] == seen[1] == seen[2]
 
 
+def test_a_destroyed_engine_leaves_no_process_group_of_its_own():
+    def job():
+        import gc
+
+        def threads():
+            gc.collect()
+            return len(os.listdir("/proc/self/task"))
+
+        engine = build(False, ds_config(4, fold=AIAO), 2, 8)
+        engine.train_batch(data(0))
+        full, groups = threads(), list(engine._groups)
+        engine.destroy()
+        known = torch.distributed.distributed_c10d._world.pg_map
+        counts = len(groups), sum(group in known for group in groups)
+        del groups
+        return counts, full - threads()
+
+    # four directed uses of the two edges between two ranks, and one group for agreements; each has threads
+    for (groups, alive), freed in RankPool.of(2).run(job):
+        assert groups == 5 and alive == 0 and freed >= groups
+
+
+def test_ranks_that_destroy_nothing_exit_without_an_abort(tmp_path):
+    script = tmp_path / "forgetful.py"
+    script.write_text("""
+import deepspeed, torch, ds_fold
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo", verbose=False)
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "ds_fold": {"schedule": "aiao", "segments": 2},
+          "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+net = ds_fold.PipelineModule([torch.nn.Linear(4, 4) for _ in range(4)], num_stages=2, loss_fn=torch.nn.MSELoss(), config=config)
+engine, *_ = ds_fold.initialize(model=net, model_parameters=list(net.parameters()))
+x = torch.zeros(2, 4)
+engine.train_batch(iter([(x, x)] * 4))
+print("trained")
+""")
+    port = str(free_port())
+    ranks = [subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env=dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port,
+                                       MASTER_ADDR="127.0.0.1"))
+             for rank in range(2)]
+    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0] and all("trained" in output for output in outputs), outputs
+
+
 def test_two_engines_with_different_topologies_in_one_program():
     def job():
         first, second = build(False, ds_config(4, fold=AIAO), 2, 8), build(False, ds_config(4, fold=AIAO), 4, 8)
@@ -364,8 +413,9 @@ def test_timers_monitors_and_reports_of_deepspeed(tmp_path, P):
     assert len((tmp_path / "run" / "Train_Samples_eval_loss.csv").read_text().splitlines()) == 4
 
 
-def test_compile_runs_once_per_shape_not_per_micro_batch():
-    def job():
+@pytest.mark.parametrize("whose", ["engine", "module"])
+def test_compile_runs_once_per_shape_not_per_micro_batch(whose):
+    def job(whose):
         engine = build(False, ds_config(4, fold=AIAO), 2, 8)
         compiled = []
 
@@ -373,7 +423,7 @@ def test_compile_runs_once_per_shape_not_per_micro_batch():
             compiled.append(1)
             return graph.forward
 
-        engine.module.compile(backend=backend)
+        (engine if whose == "engine" else engine.module).compile(backend=backend)
         batches = data(0)
         first = [float(engine.train_batch(batches)), len(compiled)]
         return first, [float(engine.train_batch(batches)), len(compiled)]
@@ -382,7 +432,7 @@ def test_compile_runs_once_per_shape_not_per_micro_batch():
         engine, batches = build(False, ds_config(4, fold=AIAO), 2, 8), data(0)
         return [float(engine.train_batch(batches)) for _ in range(2)]
 
-    first, second = RankPool.of(2).run(job)[0]
+    first, second = RankPool.of(2).run(job, whose)[0]
     assert [first[0], second[0]] == pytest.approx(RankPool.of(2).run(plain)[0], rel=1e-6)
     assert 0 < first[1] == second[1] <= 8
 
