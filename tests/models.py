@@ -133,7 +133,7 @@ def train(stock, config, P, count, steps=5, tied=False, dtype="fp32", **kwargs):
     return weights, losses, norms
 
 
-def train_alone(count, M, D, steps=5, tied=False, clip=0.0, layers=None):
+def train_alone(count, M, D, steps=5, tied=False, clip=0.0, layers=None, batches=None):
     """The oracle: one process, no pipeline, plain torch; replicas one after another, gradients averaged."""
     torch.manual_seed(0)
     modules, functions, params = {}, [], {}
@@ -149,7 +149,8 @@ def train_alone(count, M, D, steps=5, tied=False, clip=0.0, layers=None):
             functions.append(layer)
             params.update({f"{index}.{name}": p for name, p in layer.named_parameters()})
     optimizer = torch.optim.AdamW(list(params.values()), **ADAM)
-    iterators, losses = [data(d) for d in range(D)], []
+    trainable = [p for p in params.values() if p.requires_grad]
+    iterators, losses = batches or [data(d) for d in range(D)], []
     for _ in range(steps):
         optimizer.zero_grad()
         total = 0.0
@@ -159,9 +160,12 @@ def train_alone(count, M, D, steps=5, tied=False, clip=0.0, layers=None):
                 for function in functions:
                     x = function(x)
                 loss = nn.functional.mse_loss(x, y)
-                (loss / (M * D)).backward()
+                if loss.requires_grad:
+                    (loss / (M * D)).backward()
                 total += float(loss.detach()) / (M * D)
-        if clip:
+        for p in trainable:  # one that got no gradient counts as zero
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if clip and trainable:
             torch.nn.utils.clip_grad_norm_(list(params.values()), clip)
         optimizer.step()
         losses.append(total)
