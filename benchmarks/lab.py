@@ -79,12 +79,13 @@ class Lab:
         rate_mbit: Mbit/s of every host's network card in each direction. 100 to 200 on two cores; more needs more cores.
         latency_class: only "base", which is what the machine itself takes: about 0.05 to 0.15 ms one way for a message of
             4 bytes. The kernel would need netem to delay packets further, which many kernels lack; the lab does not pretend.
+        granule_ms: ms of line rate that a card sends in one piece (:func:`shaping`).
 
     Raises:
         LabError: an argument is out of range, or on entering, the machine lacks something (:func:`require`).
     """
 
-    def __init__(self, hosts: int, rate_mbit: float, latency_class: str = "base"):
+    def __init__(self, hosts: int, rate_mbit: float, latency_class: str = "base", granule_ms: float = 0.4):
         if latency_class != "base":
             raise LabError(f"latency class {latency_class!r} cannot be emulated: delaying packets takes the kernel's netem queue, "
                            f"which the lab does without because many kernels lack it. Use 'base', what the machine itself takes")
@@ -92,7 +93,7 @@ class Lab:
             raise LabError(f"hosts={hosts} must be between 1 and 250")
         if not 1 <= rate_mbit <= 100000:
             raise LabError(f"rate_mbit={rate_mbit} must be between 1 and 100000 Mbit/s")
-        self.hosts, self.rate_mbit, self.shaping = hosts, rate_mbit, shaping(rate_mbit)
+        self.hosts, self.rate_mbit, self.shaping = hosts, rate_mbit, shaping(rate_mbit, granule_ms)
         self.names = [f"host{host}" for host in range(hosts)]
         self._switch: Optional[Namespaces] = None
         self._hosts: List[Namespaces] = []

@@ -29,16 +29,17 @@ class Shaping(NamedTuple):
     unsent: int  # what one connection may have in that queue (tcp_limit_output_bytes)
 
 
-def shaping(rate_mbit: float) -> Shaping:
+def shaping(rate_mbit: float, granule_ms: float = 0.4) -> Shaping:
     """The settings with which a card of ``rate_mbit`` Mbit/s behaves like a real one.
 
-    Large granules cost less CPU, small ones share the line more finely: 0.4 ms of line rate is the compromise. The bucket holds
+    Large granules cost less CPU, small ones share the line more finely: 0.4 ms of line rate is the compromise, and more where
+    everything runs in slow motion. The bucket holds
     one granule, because with more a short message would pass for free. The queue never drops, so that runs can be repeated.
     Without a limit on what a connection has in the queue (the kernel's default is megabytes), every small message would wait
     behind a whole bulk transfer.
     """
     bytes_per_s = rate_mbit * 1e6 / 8
-    granule = int(min(65536, max(4096, bytes_per_s * 0.4e-3)))
+    granule = int(min(65536, max(4096, bytes_per_s * granule_ms / 1000)))
     return Shaping(granule, granule + 2 * MTU, int(max(4e6, bytes_per_s * 50e-3)), max(8192, 2 * granule))
 
 

@@ -1,0 +1,152 @@
+"""DeepSpeed, torch.distributed.pipelining and ds_fold side by side on an emulated slow network, in one launch, taking turns.
+
+    python benchmarks/compare.py                     the default case: P=4, D=2, one rank a host, 200 Mbit/s; about 4 minutes
+    python benchmarks/compare.py --case smoke        P=2, D=2; under a minute
+    python benchmarks/compare.py --case v8           32 layers, so that 8 segments have chunks of a whole layer
+    python benchmarks/compare.py --slow-motion 2     the same case at half the rate with layers twice as long: steadier, see below
+    python benchmarks/compare.py --sweep share       one axis: micro_batches, segments, share, activation or ranks_per_host
+
+Real ranks, real TCP over shaped network cards, real parameters, gradients and optimizers; compute is a sleep of set length. The
+parameters are sized so that DeepSpeed's 1F1B spends ``--share`` of its step in exposed data-parallel communication. Needs root
+and iproute2 (see lab.py). Writes <out>/<case>.json, .md and .png.
+
+The ranks share this machine's processors, and what a step costs them is real. Where their share is flagged, slow motion halves it:
+every ratio of the emulated cluster stays the same (compute, bytes and rate), only the processors' own work weighs half.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List
+
+from compare_report import chart, rows_of, table
+from lab import Lab, LabError
+from lab_check import check
+
+REFERENCE = "DeepSpeed 1F1B"
+
+#: name -> (kind, options); see contenders.build
+CONTENDERS: Dict[str, Any] = {
+    REFERENCE: ("deepspeed", {}),
+    "DeepSpeed DualPipeV": ("dualpipev", {}),
+    "torch 1F1B, DDP": ("torch", {"schedule": "1f1b"}),
+    "torch 1F1B": ("torch", {"schedule": "1f1b", "ddp": False}),
+    "torch Interleaved1F1B v=2": ("torch", {"schedule": "interleaved_1f1b", "segments": 2, "ddp": False}),
+    "torch Interleaved1F1B v=4": ("torch", {"schedule": "interleaved_1f1b", "segments": 4, "ddp": False}),
+    "torch LoopedBFS v=4": ("torch", {"schedule": "looped_bfs", "segments": 4, "ddp": False}),
+    "ds_fold 1f1b": ("ds_fold", {"schedule": "1f1b"}),
+    "ds_fold interleaved_1f1b v=2": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 2}),
+    "ds_fold interleaved_1f1b v=4": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 4}),
+    "ds_fold aiao v=2": ("ds_fold", {"schedule": "aiao", "segments": 2}),
+    "ds_fold aiao v=4": ("ds_fold", {"schedule": "aiao", "segments": 4}),
+}
+V8 = {
+    "torch Interleaved1F1B v=8": ("torch", {"schedule": "interleaved_1f1b", "segments": 8, "ddp": False}),
+    "ds_fold interleaved_1f1b v=8": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8}),
+    "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
+}
+
+
+def _named(*names: str) -> Dict[str, Any]:
+    return {name: {**CONTENDERS, **V8}[name] for name in names}
+
+
+DEFAULT = {"P": 4, "D": 2, "M": 8, "layers": 16, "forward_s": 0.005, "activation_bytes": 32768, "parameter_bytes": 12_900_000}
+CASES = {
+    "default": (DEFAULT, CONTENDERS),
+    "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
+              _named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4")),
+    "v8": ({**DEFAULT, "layers": 32, "parameter_bytes": 25_000_000}, {**_named(REFERENCE, "ds_fold aiao v=4"), **V8}),
+}
+FEW = _named(REFERENCE, "torch Interleaved1F1B v=4", "ds_fold interleaved_1f1b v=4", "ds_fold aiao v=4")
+#: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)
+SWEEPS = {
+    "micro_batches": ([8, 16, 32], lambda value, s, share, rph, c: ({**s, "M": value}, share, rph, c)),
+    "segments": ([1, 2, 4, 8], lambda v, s, share, rph, c: (
+        {**s, "layers": 32, "parameter_bytes": 25_000_000}, share, rph,
+        {REFERENCE: CONTENDERS[REFERENCE], f"ds_fold aiao v={v}": ("ds_fold", {"schedule": "aiao", "segments": v})})),
+    "share": ([0.25, 0.44, 0.6], lambda value, s, share, rph, c: (s, value, rph, c)),
+    "activation": ([8192, 32768, 131072], lambda value, s, share, rph, c: ({**s, "activation_bytes": value}, share, rph, c)),
+    "ranks_per_host": ([1, 2, 4], lambda value, s, share, rph, c: (s, share, value, c)),
+}
+
+
+def measure(lab: Lab, setting: Dict[str, Any], share: float, contenders: Dict[str, Any], ranks_per_host: int, repeats: int,
+            steps: int, launcher: bool = False) -> Dict[str, Any]:
+    """One launch in which all contenders take turns.
+
+    Returns:
+        what compare_ranks.py wrote, with the machine's share in it.
+
+    Raises:
+        LabError: a rank failed; the message ends with what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        plan, result = Path(folder) / "plan.json", Path(folder) / "result.json"
+        plan.write_text(json.dumps({"setting": setting, "share": share, "contenders": contenders, "repeats": repeats,
+                                    "steps": steps}))
+        script = str(Path(__file__).parent / "compare_ranks.py")
+        env = {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+        if launcher:
+            run = lab.launch_deepspeed(script, [str(plan), str(result)], ranks_per_host, env=env, timeout=900, echo=True)
+        else:
+            run = lab.run([sys.executable, script, str(plan), str(result)], ranks_per_host, env=env, timeout=900, echo=True)
+        if not run.ok:
+            raise LabError(f"{run}\n{run.outputs[run.first_failure or 0][-3000:]}")
+        measured = json.loads(result.read_text())
+    measured["lab"] = {"hosts": lab.hosts, "rate_mbit": lab.rate_mbit, "ranks_per_host": ranks_per_host, "cpu": run.cpu._asdict(),
+                       "drops": run.drops, "sent_bytes": run.sent_bytes, "flags": run.flags, "wall_s": run.wall_s}
+    return measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="default")
+    parser.add_argument("--sweep", choices=SWEEPS, help="vary one axis of the case, a few contenders")
+    parser.add_argument("--only", action="append", metavar="WORD", help="contenders whose name has this word; may be repeated")
+    parser.add_argument("--share", type=float, default=0.44, help="of DeepSpeed 1F1B's step in exposed data-parallel communication")
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each host's network card")
+    parser.add_argument("--slow-motion", type=float, default=1.0, metavar="K", help="K times slower layers and network")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per repeat")
+    parser.add_argument("--launcher", action="store_true", help="start the ranks by DeepSpeed's launcher; slower start")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    args = parser.parse_args()
+    setting, contenders = CASES[args.case]
+    if args.only:
+        contenders = {n: c for n, c in contenders.items() if n == REFERENCE or any(word in n for word in args.only)}
+    points = [(None, setting, args.share, 1, contenders)]
+    if args.sweep:
+        values, change = SWEEPS[args.sweep]
+        points = [(value, *change(value, setting, args.share, 1, FEW)) for value in values]
+    name = (args.sweep or args.case) + (f"-slow{args.slow_motion:g}" if args.slow_motion != 1 else "")
+    results: List[Dict[str, Any]] = []
+    start = time.monotonic()
+    try:
+        for value, point, share, ranks_per_host, chosen in points:
+            ranks = point["P"] * point["D"]
+            point = {**point, "forward_s": point["forward_s"] * args.slow_motion}
+            with Lab(ranks // ranks_per_host, args.rate / args.slow_motion, granule_ms=0.4 * args.slow_motion) as lab:
+                if lab.hosts > 1:
+                    print(check(lab), flush=True)
+                measured = measure(lab, point, share, chosen, ranks_per_host, args.repeats, args.steps, args.launcher)
+            measured.update(value=value, axis=args.sweep, date=time.strftime("%Y-%m-%d"), share=share)
+            measured["rows"] = rows_of(measured, REFERENCE)
+            results.append(measured)
+            print(table(measured), flush=True)
+    except LabError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
+    (args.out / f"{name}.md").write_text("\n".join(table(result) for result in results))
+    chart(results, args.out / f"{name}.png")
+    print(f"wrote {args.out / name}.json, .md and .png after {time.monotonic() - start:.0f} s")
+    return 0 if all(row["right"] for result in results for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
