@@ -474,14 +474,21 @@ class PipelineEngine(compat.PipelineEngineBase):
     def exec_reduce_tied_grads(self):
         self.reduce_tied_gradients()
 
-    def exec_reduce_grads(self):
-        self.reduce_gradients()
+    def exec_reduce_grads(self, segment):
+        if segment == 0:  # the last one: DeepSpeed's optimizers reduce everything at once
+            self.reduce_gradients()
 
-    def exec_wait_reduce_grads(self):
+    def exec_wait_reduce_grads(self, segment):
         pass  # the reduction above returns when it is done
 
     def exec_step(self):
         self.step_optimizer()
+
+    def exec_gather_params(self, segment):
+        pass  # DeepSpeed's optimizers gather at the end of their step
+
+    def exec_wait_gather_params(self, segment):
+        pass
 
     #: instruction -> method; ``ACTION_METHODS`` says which method runs which op
     ACTION_METHODS = {
@@ -500,5 +507,7 @@ class PipelineEngine(compat.PipelineEngineBase):
         op.REDUCE: exec_reduce_grads,
         op.WAIT_REDUCE: exec_wait_reduce_grads,
         op.STEP: exec_step,
+        op.GATHER: exec_gather_params,
+        op.WAIT_GATHER: exec_wait_gather_params,
     }
     _INSTRUCTION_MAP = {INSTRUCTIONS[name]: method for name, method in ACTION_METHODS.items()}

@@ -24,7 +24,15 @@ class WaitRecvGrad(stock.BufferOpInstruction):
 
 
 class WaitReduceGrads(stock.PipeInstruction):
-    """Wait for the data-parallel reduction that ``ReduceGrads`` launched."""
+    """Wait for the data-parallel reduction of a segment that ``ReduceGrads`` launched."""
+
+
+class GatherParams(stock.PipeInstruction):
+    """Launch the gather of a segment's stepped parameters."""
+
+
+class WaitGatherParams(stock.PipeInstruction):
+    """Wait for the gather of a segment's parameters. Roughly: before their first use in the next batch."""
 
 
 #: op of an action -> its instruction. DeepSpeed's own classes where they exist, so that patches of its map keep working.
@@ -44,13 +52,16 @@ INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
     op.REDUCE: stock.ReduceGrads,
     op.WAIT_REDUCE: WaitReduceGrads,
     op.STEP: stock.OptimizerStep,
+    op.GATHER: GatherParams,
+    op.WAIT_GATHER: WaitGatherParams,
 }
 
 
 class ProgramSchedule(stock.PipeSchedule):
     """One pipeline rank's program as a DeepSpeed ``PipeSchedule``; every action is a step of one instruction.
 
-    Instructions on a micro-batch carry ``segment``, ``micro_batch`` and ``buffer_id = segment * M + micro_batch``.
+    Instructions on a micro-batch carry ``segment``, ``micro_batch`` and ``buffer_id = segment * M + micro_batch``, those on a
+    segment ``segment``.
     """
 
     def __init__(self, program: Program, stage_id: int):
@@ -70,4 +81,6 @@ def _instruction(action: op.Action, M: int) -> stock.PipeInstruction:
     kind = INSTRUCTIONS[action.op]
     if action.op in op.BATCH_OPS:
         return kind()
+    if action.op in op.SEGMENT_OPS:
+        return kind(segment=action.segment)
     return kind(action.segment * M + action.micro_batch, segment=action.segment, micro_batch=action.micro_batch)

@@ -1,8 +1,8 @@
 """The actions that a pipeline rank executes, and the program that holds them: the one language all readers share.
 
-An action prints as ``<op><segment>.<micro_batch>`` (``F1.3``: forward of micro-batch 3 through segment 1); an action that
-belongs to the whole batch prints as its bare op (``STEP``). A program prints one line per pipeline rank, and
-:func:`Program.parse` reads back exactly what :func:`Program.format` wrote.
+An action prints as ``<op><segment>.<micro_batch>`` (``F1.3``: forward of micro-batch 3 through segment 1), one that concerns a
+whole segment as ``<op><segment>`` (``R1``), one that concerns the whole batch as its bare op (``STEP``). A program prints one
+line per pipeline rank, and :func:`Program.parse` reads back exactly what :func:`Program.format` wrote.
 """
 
 import re
@@ -28,6 +28,8 @@ REDUCE_TIED = "RT"
 REDUCE = "R"
 WAIT_REDUCE = "WR"
 STEP = "STEP"
+GATHER = "G"
+WAIT_GATHER = "WG"
 
 #: op -> what it does. Every reader of a program (verify, instruction map, timeline) handles each of these; tests prove it.
 OPS: Dict[str, str] = {
@@ -43,27 +45,33 @@ OPS: Dict[str, str] = {
     RECV_GRAD: "post the receive of the gradient of segment k's output from the next virtual stage",
     WAIT_RECV_GRAD: "wait until that gradient has arrived",
     REDUCE_TIED: "sum the gradients of weights tied across pipeline ranks",
-    REDUCE: "launch the data-parallel reduction of the gradients",
+    REDUCE: "launch the data-parallel reduction of segment k's gradients",
     WAIT_REDUCE: "wait for that reduction",
     STEP: "optimizer step",
+    GATHER: "launch the gather of segment k's stepped parameters",
+    WAIT_GATHER: "wait for that gather: in this batch, or before the first forward of segment k in the next",
 }
 
 #: ops that carry neither a segment nor a micro-batch: they concern the batch as a whole
-BATCH_OPS = frozenset((REDUCE_TIED, REDUCE, WAIT_REDUCE, STEP))
+BATCH_OPS = frozenset((REDUCE_TIED, STEP))
+#: ops that carry a segment and no micro-batch
+SEGMENT_OPS = frozenset((REDUCE, WAIT_REDUCE, GATHER, WAIT_GATHER))
 
-_TOKEN = re.compile(r"([A-Z]+)(?:(\d+)\.(\d+))?")
+_TOKEN = re.compile(r"([A-Z]+)(?:(\d+)(?:\.(\d+))?)?")
 _HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?(?: (label_transport))?")
 _RANK_LINE = re.compile(r"rank (\d+):(.*)")
 
 
 class Action(NamedTuple):
-    """One thing a rank does. ``segment`` and ``micro_batch`` are -1 where the op concerns the whole batch."""
+    """One thing a rank does. ``micro_batch`` is -1 where the op concerns a segment, ``segment`` too where the whole batch."""
     op: str
     segment: int = -1
     micro_batch: int = -1
 
     def __str__(self) -> str:
-        return self.op if self.segment < 0 else f"{self.op}{self.segment}.{self.micro_batch}"
+        if self.micro_batch < 0:
+            return self.op if self.segment < 0 else f"{self.op}{self.segment}"
+        return f"{self.op}{self.segment}.{self.micro_batch}"
 
     @classmethod
     def parse(cls, token: str) -> "Action":
@@ -72,10 +80,10 @@ class Action(NamedTuple):
         if match is None or match[1] not in OPS:
             raise ValueError(f"{token!r} is not an action; expected <op><segment>.<micro_batch> with op one of "
                              f"{', '.join(OPS)}, such as F0.3 or {STEP}")
-        if (match[1] in BATCH_OPS) != (match[2] is None):
-            needs = "takes no segment and micro-batch" if match[1] in BATCH_OPS else "needs <segment>.<micro_batch>"
-            raise ValueError(f"{token!r}: {match[1]} {needs}")
-        return cls(match[1]) if match[2] is None else cls(match[1], int(match[2]), int(match[3]))
+        form = "" if match[1] in BATCH_OPS else "<segment>" if match[1] in SEGMENT_OPS else "<segment>.<micro_batch>"
+        if form.count("<") != sum(part is not None for part in match.groups()[1:]):
+            raise ValueError(f"{token!r} is not an action; expected {match[1]}{form}")
+        return cls(match[1], *(int(part) for part in match.groups()[1:] if part is not None))
 
 
 @lru_cache(maxsize=None)

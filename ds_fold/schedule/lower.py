@@ -7,11 +7,18 @@ first point at which something that has already arrived proves that the peer too
     send of a gradient (k, m)       segment k-1's gradient has come round   -> right before B(k-1, m), or
                                     the peer's later forward has arrived    -> right before that F
                                     neither                                 -> after the last compute
+
+The gradients of a segment are complete with its last backward; their reduction may be launched there, and the gather of what the
+step made of them may be waited for as late as the segment's first forward in the next batch:
+
+    off                 ... B B B  RT R1 R0 WR1 WR0 STEP G0 G1 WG0 WG1
+    overlapped   WG0 F F F  WG1 F F F  B B B R1  B B B R0  RT WR1 WR0 STEP G0 G1
 """
 
-from typing import List, Optional
+from typing import List, NamedTuple, Optional
 
 from .actions import (
+    GATHER,
     LOAD,
     RECV_ACT,
     RECV_GRAD,
@@ -20,6 +27,7 @@ from .actions import (
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
     WAIT_REDUCE,
@@ -36,8 +44,25 @@ from .order import Orders
 DEFAULT_RECEIVE_AHEAD = 4
 
 
+class Overlap(NamedTuple):
+    """Where data-parallel communication stands in a program.
+
+    Attributes:
+        reduce: launch a segment's reduction right after its last backward, instead of all after the last compute.
+        gather: wait for a segment's gather before its first forward in the next batch, instead of right after the step.
+        in_flight: with ``reduce``, most segments whose reduction is launched and not waited for when another segment's backward
+            begins (None: any number). Under AIAO this bounds the full gradients that exist to one segment more.
+    """
+    reduce: bool = False
+    gather: bool = False
+    in_flight: Optional[int] = None
+
+
+NO_OVERLAP = Overlap()
+
+
 def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_AHEAD, forward_only: bool = False,
-          ranks: Optional[List[int]] = None, label_transport: bool = False) -> Program:
+          ranks: Optional[List[int]] = None, label_transport: bool = False, overlap: Overlap = NO_OVERLAP) -> Program:
     """The program of every rank.
 
     Args:
@@ -48,16 +73,18 @@ def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_A
         forward_only: an evaluation program.
         ranks: lower only these ranks and leave the others' programs empty (an engine needs its own only).
         label_transport: only the first pipeline rank loads; labels travel in the messages of activations.
+        overlap: where reductions and gathers stand.
     """
     P = len(orders)
     wanted = range(P) if ranks is None else ranks
-    programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only, label_transport) if r in wanted else []
+    programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only, label_transport,
+                            overlap) if r in wanted else []
                 for r in range(P)]
     return Program(P, v, M, programs, forward_only, label_transport)
 
 
 def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forward_only: bool,
-                label_transport: bool) -> List[Action]:
+                label_transport: bool, overlap: Overlap) -> List[Action]:
     table = {op: action_table(op, v, M) for op in _PER_MICRO_BATCH}
     last = v * P - 1
     order = orders[r]
@@ -80,6 +107,8 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     grad_send_at = {}  # (k, m) -> its place in grad_sends
     grads_waited = forwards_received = 0
     tail_sends: List[Action] = []  # forward-only: sends of the last segment, waited for through a window
+    backwards, forwards_begun, reducing = [0] * v, set(), []
+    reduced: List[int] = []  # segments in the order in which their reductions are launched
 
     def post() -> None:
         nonlocal posted
@@ -98,6 +127,9 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
         op, k, m = a
         s = k * P + r
         if op == F:
+            if overlap.gather and not forward_only and k not in forwards_begun:
+                forwards_begun.add(k)
+                emit(Action(WAIT_GATHER, k))
             if s == 0 or (s == last and P > 1 and not label_transport):
                 # pulled before anything of this micro-batch travels; with one rank, inputs and labels come at once
                 emit(table[LOAD][k][m])
@@ -119,6 +151,9 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                     if len(tail_sends) > ahead:
                         emit(tail_sends.pop(0))
         else:
+            if overlap.in_flight is not None and backwards[k] == 0:
+                while len(reducing) > overlap.in_flight:
+                    emit(Action(WAIT_REDUCE, reducing.pop(0)))
             if s < last and P > 1:
                 post()
                 emit(table[WAIT_RECV_GRAD][k][m])
@@ -133,10 +168,24 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 grad_send_at[k, m] = len(grad_sends)
                 grad_sends.append(send)
                 emit(send)
+            backwards[k] += 1
+            if overlap.reduce and backwards[k] == M:
+                reduced.append(k)
+                reducing.append(k)
+                emit(Action(REDUCE, k))
     program += tail_sends
     wait_grad_sends(len(grad_sends))
     if not forward_only:
-        program += (Action(REDUCE_TIED), Action(REDUCE), Action(WAIT_REDUCE), Action(STEP))
+        emit(Action(REDUCE_TIED))
+        for k in reversed(range(v)):
+            if k not in reduced:
+                emit(Action(REDUCE, k))
+                reducing.append(k)
+        program += [Action(WAIT_REDUCE, k) for k in reducing]
+        emit(Action(STEP))
+        program += [Action(GATHER, k) for k in range(v)]
+        if not overlap.gather:
+            program += [Action(WAIT_GATHER, k) for k in range(v)]
     return program
 
 

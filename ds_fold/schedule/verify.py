@@ -9,15 +9,19 @@ from collections import deque
 from typing import Callable, Dict, List, NamedTuple
 
 from .actions import (
+    BATCH_OPS,
+    GATHER,
     LOAD,
     OPS,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     REDUCE_TIED,
+    SEGMENT_OPS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
     WAIT_REDUCE,
@@ -38,10 +42,12 @@ class Report(NamedTuple):
         peak_live: most forwards of (segment, micro-batch) whose backward had not run (live activations).
         peak_posted: most receives posted and not yet waited for.
         peak_sending: most sends launched and not yet waited for.
+        peak_reducing: most segments whose reduction was launched and not yet waited for.
     """
     peak_live: List[int]
     peak_posted: List[int]
     peak_sending: List[int]
+    peak_reducing: List[int]
 
 
 class VerificationError(ScheduleError):
@@ -68,7 +74,8 @@ class _Rank:
         self.loading = {0} if program.label_transport else {0, self.last}
         self.at = 0
         self.done = {op: bytearray(v * M) for op in OPS}
-        self.batch_done = set()
+        self.batch_done = set()  # actions on segments or on the whole batch
+        self.reducing = self.peak_reducing = 0
         self.live = self.posted = self.sending = 0
         self.peak_live = self.peak_posted = self.peak_sending = 0
         # per direction: [out, in]; filled by _channels
@@ -187,18 +194,61 @@ def _wait_receive(me: _Rank, a: Action, channel: _Channel, posted_by: str) -> bo
     return True
 
 
-def _batch_action(me: _Rank, a: Action) -> bool:
+def _once_per_batch(me: _Rank, a: Action) -> None:
     if a in me.batch_done:
         me.fail(a, "appears twice")
-    if me.live or not all(me.done[B]):
-        me.fail(a, "runs before the last backward")
-    if a.op == WAIT_REDUCE and Action(REDUCE) not in me.batch_done:
-        me.fail(a, "waits for a reduction that was not launched")
-    if a.op == REDUCE and Action(REDUCE_TIED) not in me.batch_done:
-        me.fail(a, "reduces before the tied gradients are summed")
-    if a.op == STEP and Action(WAIT_REDUCE) not in me.batch_done:
-        me.fail(a, "steps before the reduction is over")
+    if a.op in SEGMENT_OPS and not 0 <= a.segment < me.v:
+        me.fail(a, f"segment must lie in 0..{me.v - 1}")
     me.batch_done.add(a)
+
+
+def _reduce_tied(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if not all(me.done[B]):
+        me.fail(a, "runs before the last backward")
+    return True
+
+
+def _reduce(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if not all(me.done[B][a.segment * me.M:(a.segment + 1) * me.M]):
+        me.fail(a, f"runs before the last backward of segment {a.segment}")
+    me.reducing += 1
+    me.peak_reducing = max(me.peak_reducing, me.reducing)
+    return True
+
+
+def _wait_reduce(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if Action(REDUCE, a.segment) not in me.batch_done:
+        me.fail(a, "waits for a reduction that was not launched")
+    me.reducing -= 1
+    return True
+
+
+def _step(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if not all(me.done[B]):
+        me.fail(a, "runs before the last backward")
+    if Action(REDUCE_TIED) not in me.batch_done:
+        me.fail(a, "steps before the tied gradients are summed")
+    if not all(Action(WAIT_REDUCE, k) in me.batch_done for k in range(me.v)):
+        me.fail(a, "steps before the reductions are over")
+    return True
+
+
+def _gather(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if Action(STEP) not in me.batch_done:
+        me.fail(a, "gathers before the step")
+    return True
+
+
+def _wait_gather(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    # without a gather in front of it, it waits for the one of the batch before
+    if Action(GATHER, a.segment) not in me.batch_done and any(me.done[F][a.segment * me.M:(a.segment + 1) * me.M]):
+        me.fail(a, f"waits for the parameters of segment {a.segment} after their first use")
     return True
 
 
@@ -215,10 +265,12 @@ HANDLERS: Dict[str, Callable[[_Rank, Action], bool]] = {
     WAIT_SEND_GRAD: lambda me, a: _wait_send(me, a, me.grad_out, SEND_GRAD),
     RECV_GRAD: lambda me, a: _post_receive(me, a, me.grad_in, B),
     WAIT_RECV_GRAD: lambda me, a: _wait_receive(me, a, me.grad_in, RECV_GRAD),
-    REDUCE_TIED: _batch_action,
-    REDUCE: _batch_action,
-    WAIT_REDUCE: _batch_action,
-    STEP: _batch_action,
+    REDUCE_TIED: _reduce_tied,
+    REDUCE: _reduce,
+    WAIT_REDUCE: _wait_reduce,
+    STEP: _step,
+    GATHER: _gather,
+    WAIT_GATHER: _wait_gather,
 }
 
 
@@ -242,7 +294,8 @@ def verify(program: Program) -> Report:
     _replay(ranks)
     for me in ranks:
         _check_complete(me, program.forward_only)
-    return Report([me.peak_live for me in ranks], [me.peak_posted for me in ranks], [me.peak_sending for me in ranks])
+    return Report([me.peak_live for me in ranks], [me.peak_posted for me in ranks], [me.peak_sending for me in ranks],
+                  [me.peak_reducing for me in ranks])
 
 
 def _replay(ranks: List[_Rank]) -> None:
@@ -294,8 +347,10 @@ def _check_complete(me: _Rank, forward_only: bool) -> None:
                 missing.append(f"{op}{k}.{row.index(0)}")
             elif op not in expected and any(row):
                 raise VerificationError(f"pipeline rank {me.rank}: {op}{k}.{row.index(1)} does not belong here")
-    batch_ops = set() if forward_only else {Action(op) for op in (REDUCE_TIED, REDUCE, WAIT_REDUCE, STEP)}
-    missing += [str(a) for a in batch_ops - me.batch_done]
+    of_batch = {Action(op) for op in BATCH_OPS} | {Action(op, k) for op in SEGMENT_OPS for k in range(me.v)}
+    if forward_only and me.batch_done:
+        raise VerificationError(f"pipeline rank {me.rank}: {min(me.batch_done)} does not belong into an evaluation")
+    missing += [] if forward_only else [str(a) for a in sorted(of_batch - me.batch_done)]
     if missing:
         raise VerificationError(f"pipeline rank {me.rank}: missing {', '.join(missing[:8])}")
 

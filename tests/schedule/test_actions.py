@@ -4,18 +4,19 @@ import sys
 import pytest
 
 from ds_fold.schedule import OPS, Action, Program, compute_order, forward_order, lower
-from ds_fold.schedule.actions import BATCH_OPS
+from ds_fold.schedule.actions import BATCH_OPS, SEGMENT_OPS
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_action_prints_and_parses_back(op):
-    action = Action(op) if op in BATCH_OPS else Action(op, 3, 17)
+    action = Action(op) if op in BATCH_OPS else Action(op, 3) if op in SEGMENT_OPS else Action(op, 3, 17)
     assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("token", ["", "F", "F1", "F1.", "F-1.2", "X1.2", "STEP1.2", "f1.2", "F1.2 ", "import os"])
+@pytest.mark.parametrize("token", ["", "F", "F1", "F1.", "F-1.2", "X1.2", "STEP1.2", "f1.2", "F1.2 ", "import os", "R", "R1.2",
+                                   "WG", "STEP1"])
 def test_what_is_not_an_action_is_refused(token):
-    with pytest.raises(ValueError, match=r"not an action|needs <segment>|takes no segment"):
+    with pytest.raises(ValueError, match="not an action"):
         Action.parse(token)
 
 
@@ -31,8 +32,8 @@ def test_program_text_is_read_back_as_the_same_program(P, v, M, schedule):
 def test_one_line_per_rank():
     program = lower(compute_order("gpipe", 2, 1, 1), 1, 1)
     assert program.format() == ("program pipeline_ranks=2 segments=1 micro_batches=1\n"
-                                "rank 0: L0.0 RG0.0 F0.0 SA0.0 WRG0.0 WSA0.0 B0.0 RT R WR STEP\n"
-                                "rank 1: L0.0 RA0.0 WRA0.0 F0.0 B0.0 SG0.0 WSG0.0 RT R WR STEP\n")
+                                "rank 0: L0.0 RG0.0 F0.0 SA0.0 WRG0.0 WSA0.0 B0.0 RT R0 WR0 STEP G0 WG0\n"
+                                "rank 1: L0.0 RA0.0 WRA0.0 F0.0 B0.0 SG0.0 WSG0.0 RT R0 WR0 STEP G0 WG0\n")
     assert program.format(0) == program.format().splitlines()[1]
 
 
