@@ -28,8 +28,9 @@ from lab_check import check
 
 REFERENCE = "DeepSpeed 1F1B"
 
+OVERLAP = {"zero": 1, "overlap_grad_reduce": "segment", "overlap_param_gather": True}
 #: name -> (kind, options); see contenders.build
-CONTENDERS: Dict[str, Any] = {
+OTHERS: Dict[str, Any] = {
     REFERENCE: ("deepspeed", {}),
     "DeepSpeed DualPipeV": ("dualpipev", {}),
     "torch 1F1B, DDP": ("torch", {"schedule": "1f1b"}),
@@ -37,37 +38,47 @@ CONTENDERS: Dict[str, Any] = {
     "torch Interleaved1F1B v=2": ("torch", {"schedule": "interleaved_1f1b", "segments": 2, "ddp": False}),
     "torch Interleaved1F1B v=4": ("torch", {"schedule": "interleaved_1f1b", "segments": 4, "ddp": False}),
     "torch LoopedBFS v=4": ("torch", {"schedule": "looped_bfs", "segments": 4, "ddp": False}),
+}
+OURS: Dict[str, Any] = {
+    REFERENCE: ("deepspeed", {}),
     "ds_fold 1f1b": ("ds_fold", {"schedule": "1f1b"}),
     "ds_fold interleaved_1f1b v=2": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 2}),
     "ds_fold interleaved_1f1b v=4": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 4}),
     "ds_fold aiao v=2": ("ds_fold", {"schedule": "aiao", "segments": 2}),
     "ds_fold aiao v=4": ("ds_fold", {"schedule": "aiao", "segments": 4}),
+    "ds_fold 1f1b, overlapped": ("ds_fold", {"schedule": "1f1b", **OVERLAP}),
+    "ds_fold interleaved_1f1b v=4, overlapped": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 4, **OVERLAP}),
+    "ds_fold aiao v=2, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 2, **OVERLAP}),
+    "ds_fold aiao v=4, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 4, **OVERLAP}),
 }
 V8 = {
     "torch Interleaved1F1B v=8": ("torch", {"schedule": "interleaved_1f1b", "segments": 8, "ddp": False}),
     "ds_fold interleaved_1f1b v=8": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8}),
+    "ds_fold interleaved_1f1b v=8, overlapped": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8, **OVERLAP}),
     "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
+    "ds_fold aiao v=8, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 8, **OVERLAP}),
 }
 
 
 def _named(*names: str) -> Dict[str, Any]:
-    return {name: {**CONTENDERS, **V8}[name] for name in names}
+    return {name: {**OTHERS, **OURS, **V8}[name] for name in names}
 
 
 DEFAULT = {"P": 4, "D": 2, "M": 8, "layers": 16, "forward_s": 0.005, "activation_bytes": 32768, "parameter_bytes": 12_900_000}
+#: setting and contenders; one launch for each group, since many engines in one process slow each other down
 CASES = {
-    "default": (DEFAULT, CONTENDERS),
+    "default": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
-              _named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4")),
-    "v8": ({**DEFAULT, "layers": 32, "parameter_bytes": 25_000_000}, {**_named(REFERENCE, "ds_fold aiao v=4"), **V8}),
+              [_named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
+    "v8": ({**DEFAULT, "layers": 32}, [{**_named(REFERENCE, "ds_fold aiao v=4, overlapped"), **V8}]),
 }
-FEW = _named(REFERENCE, "torch Interleaved1F1B v=4", "ds_fold interleaved_1f1b v=4", "ds_fold aiao v=4")
+FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)
 SWEEPS = {
     "micro_batches": ([8, 16, 32], lambda value, s, share, rph, c: ({**s, "M": value}, share, rph, c)),
     "segments": ([1, 2, 4, 8], lambda v, s, share, rph, c: (
-        {**s, "layers": 32, "parameter_bytes": 25_000_000}, share, rph,
-        {REFERENCE: CONTENDERS[REFERENCE], f"ds_fold aiao v={v}": ("ds_fold", {"schedule": "aiao", "segments": v})})),
+        {**s, "layers": 32}, share, rph,
+        {REFERENCE: OURS[REFERENCE], f"ds_fold aiao v={v}, overlapped": ("ds_fold", {"schedule": "aiao", "segments": v, **OVERLAP})})),
     "share": ([0.25, 0.44, 0.6], lambda value, s, share, rph, c: (s, value, rph, c)),
     "activation": ([8192, 32768, 131072], lambda value, s, share, rph, c: ({**s, "activation_bytes": value}, share, rph, c)),
     "ranks_per_host": ([1, 2, 4], lambda value, s, share, rph, c: (s, share, value, c)),
@@ -115,10 +126,11 @@ def main() -> int:
     parser.add_argument("--launcher", action="store_true", help="start the ranks by DeepSpeed's launcher; slower start")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     args = parser.parse_args()
-    setting, contenders = CASES[args.case]
+    setting, groups = CASES[args.case]
     if args.only:
-        contenders = {n: c for n, c in contenders.items() if n == REFERENCE or any(word in n for word in args.only)}
-    points = [(None, setting, args.share, 1, contenders)]
+        wanted = {n: c for group in groups for n, c in group.items() if n == REFERENCE or any(word in n for word in args.only)}
+        groups = [wanted]
+    points = [(None, setting, args.share, 1, group) for group in groups]
     if args.sweep:
         values, change = SWEEPS[args.sweep]
         points = [(value, *change(value, setting, args.share, 1, FEW)) for value in values]

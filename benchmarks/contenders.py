@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed import pipelining
 
 import ds_fold
+from ds_fold.runtime.collectives import Pending
+from ds_fold.runtime.sharded_optimizer import ShardedOptimizer
 
 LEARNING_RATE = 0.05
 
@@ -72,7 +74,7 @@ class EngineContender(Contender):
                      **({"config": config} if "ds_fold" in config else {}))
         self.engine, *_ = initialize(model=net, model_parameters=list(net.parameters()), config=config)
         self.data = itertools.cycle(batch_of(self.replica, setting.M, setting.features))
-        self._map = self.engine._INSTRUCTION_MAP
+        self._map, self._replicas = self.engine._INSTRUCTION_MAP, getattr(self.engine.optimizer, "replicas", None)
 
     def step(self) -> None:
         self.engine.train_batch(self.data)
@@ -84,10 +86,26 @@ class EngineContender(Contender):
         return [layer for layer in self.engine.module.modules() if isinstance(layer, EmulatedLayer)]
 
     def communicate(self, on: bool) -> None:
-        quiet = {stock_schedule.ReduceGrads: lambda engine, **_: None}
-        self.engine._INSTRUCTION_MAP = self._map if on else {**self._map, **quiet}
+        if isinstance(self.engine.optimizer, ShardedOptimizer):
+            self.engine.optimizer.replicas = self._replicas if on else Silent(self._replicas)
+        else:
+            quiet = {stock_schedule.ReduceGrads: lambda engine, **_: None}
+            self.engine._INSTRUCTION_MAP = self._map if on else {**self._map, **quiet}
         for group in self.engine.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * on
+
+
+class Silent:
+    """Replicas that do not talk to each other: each goes on with its own part."""
+
+    def __init__(self, replicas):
+        self.size, self.rank, self.part = replicas.size, replicas.rank, replicas.part
+
+    def reduce_scatter(self, flat):
+        return Pending([], lambda: self.part(flat).clone())
+
+    def all_gather(self, flat):
+        return Pending([], lambda: flat)
 
 
 class TorchContender(Contender):

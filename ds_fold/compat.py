@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe import schedule as stock_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as _StockEngine
 from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
@@ -140,6 +141,10 @@ class PipelineEngineBase(_StockEngine):
         config.zero_config.contiguous_gradients = False
         # accumulate each bf16 gradient as it appears, instead of walking all parameters around every backward
         config.bfloat16_config.immediate_grad_update = True
+        #: ZeRO stage of the config
+        self.fold_zero_stage = config.zero_config.stage
+        if self.fold_zero_stage == 2:  # DeepSpeed refuses it with pipelines; only the optimizer below has to know
+            config.zero_optimization_stage = config.zero_config.stage = 1
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and not self.optimizer.cpu_offload:
             # its own issues collectives per parameter group, and ranks with different numbers of groups wait for each other
@@ -160,6 +165,14 @@ class PipelineEngineBase(_StockEngine):
         """The iterable that ``training_data=`` becomes."""
         raise NotImplementedError
 
+    def owns_optimizer(self) -> bool:
+        """Whether :meth:`make_optimizer` replaces DeepSpeed's optimizer wrappers."""
+        raise NotImplementedError
+
+    def make_optimizer(self, optimizer, **options):
+        """A sharded optimizer over the user's ``optimizer``. ``options`` are what DeepSpeed's config and engine say."""
+        raise NotImplementedError
+
     def _train_schedule(self):
         return self.train_schedule()
 
@@ -168,6 +181,25 @@ class PipelineEngineBase(_StockEngine):
 
     def _exec_schedule(self, pipe_schedule):
         self.run_schedule(pipe_schedule)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer):
+        if not self.owns_optimizer():
+            return super()._do_optimizer_sanity_check(basic_optimizer)
+        if self.fold_zero_stage > 0:
+            super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION
+
+    def _configure_zero_optimizer(self, optimizer):
+        if not self.owns_optimizer():
+            return super()._configure_zero_optimizer(optimizer)
+        dtype, accumulate_dtype = self.get_data_types()
+        grid = self.module.grid
+        return self.make_optimizer(
+            optimizer, param_names=self.param_names, data_parallel_group=grid.get_data_parallel_group(), ties=self.tied_weights(),
+            stage=self.fold_zero_stage, clip=self.gradient_clipping(), counts_in_norm=self._counts_in_norm, dtype=dtype,
+            accumulate_dtype=accumulate_dtype, communication_dtype=self.communication_data_type,
+            static_loss_scale=self.loss_scale(), dynamic_loss_scale=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)
 
     def _build_data_iter(self, dataset):
         self.set_dataloader(self.training_loader(dataset))
@@ -283,7 +315,7 @@ class PipelineEngineBase(_StockEngine):
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         sliced = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
-        return sliced or self.grid.get_slice_parallel_rank() == 0
+        return sliced or self.module.grid.get_slice_parallel_rank() == 0
 
 
 def current_device() -> torch.device:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
     SCHEDULE_NAMES,
+    Overlap,
     Program,
     ScheduleError,
     compute_order,
@@ -59,6 +60,14 @@ class FoldConfig(DeepSpeedConfigModel):
     """Before each batch all ranks agree that every data iterator has its micro-batches: data that end raise the same error
     everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
 
+    overlap_grad_reduce: str = "off"
+    """"segment": a segment's gradients are reduced behind the backward of the others; "off": all after the last backward. The
+    numbers are the same."""
+
+    overlap_param_gather: bool = False
+    """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
+    first use. What reads parameters through the engine or the module's named_parameters() and state_dict() waits for them."""
+
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
     starts epoch n."""
@@ -97,6 +106,20 @@ class FoldConfig(DeepSpeedConfigModel):
     def _known_head_backward(cls, value):
         return _one_of(value, ("scheduled", "immediate"))
 
+    @field_validator("overlap_grad_reduce")
+    @classmethod
+    def _known_overlap(cls, value):
+        return _one_of(value, ("off", "segment"))
+
+    def owns_optimizer(self, zero_stage: int) -> bool:
+        """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers."""
+        return self.overlap_grad_reduce != "off" or self.overlap_param_gather or zero_stage == 2
+
+    def overlap(self, zero_stage: int) -> Overlap:
+        """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
+        return Overlap(self.overlap_grad_reduce == "segment" or zero_stage == 2, self.overlap_param_gather,
+                       1 if zero_stage == 2 else None)
+
     @property
     def preset(self) -> Optional[str]:
         """Key of ``PRESETS``; None for a schedule from a file."""
@@ -116,9 +139,10 @@ class FoldConfig(DeepSpeedConfigModel):
             return read_csv(self.schedule.file, P, self.segments, M)
         return compute_order(self.preset, P, self.segments, M, self.micro_batch_group, self.head_backward)
 
-    def train_program(self, P: int, M: int) -> Program:
+    def train_program(self, P: int, M: int, zero_stage: int = 0) -> Program:
         """The program of one training batch on P pipeline ranks, proved. Raises ScheduleError."""
-        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead, label_transport=self.label_transport)
+        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead, label_transport=self.label_transport,
+                        overlap=self.overlap(zero_stage))
         verify(program)
         return program
 

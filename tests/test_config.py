@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,8 @@ def test_every_key_is_documented():
     for key in FoldConfig.model_fields:
         line = next(i for i, text in enumerate(source.splitlines()) if text.strip().startswith(f"{key}:"))
         assert source.splitlines()[line + 1].strip().startswith('"""'), key
+
+
+def test_the_readme_has_every_key():
+    table = (Path(__file__).parent.parent / "README.md").read_text()
+    assert [key for key in FoldConfig.model_fields if f"`{key}`" not in table] == []

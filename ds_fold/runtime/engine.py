@@ -24,6 +24,7 @@ from .channels import Channel, Message, MessageSpec
 from .data import BatchQueue, EpochLoader, check_item, label_message, labels_of, load_labels
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
+from .sharded_optimizer import ShardedOptimizer
 
 
 class Slot:
@@ -72,6 +73,11 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._training_batch = True
+        #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
+        self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+        if self._sharded is not None:
+            self.module.before_read = self._sharded.flush
+        self._begun = set()  # segments whose backward has begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
         #: edge into a virtual stage -> its name on the channels and in messages, where the sender adds the layer
@@ -145,9 +151,10 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def _schedule(self, train: bool, M: int) -> ProgramSchedule:
         if (train, M) not in self._schedules:
-            build = self.fold.train_program if train else self.fold.eval_program
             try:
-                self._schedules[train, M] = ProgramSchedule(build(self.num_stages, M), self.stage_id)
+                program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage) if train else self.fold.eval_program(
+                    self.num_stages, M)
+                self._schedules[train, M] = ProgramSchedule(program, self.stage_id)
             except ScheduleError as error:
                 raise ConfigError(str(error)) from None
         return self._schedules[train, M]
@@ -158,8 +165,11 @@ class PipelineEngine(compat.PipelineEngineBase):
         self.fwd_outputs = []
         if self._training_batch:
             self.begin_batch()
+            self._begun.clear()
             self._interpret(schedule)
         else:
+            if self._sharded is not None:
+                self._sharded.flush()
             with ExitStack() as stack:
                 for channel in self._act_channels():
                     stack.enter_context(channel.separate_shapes())
@@ -168,6 +178,12 @@ class PipelineEngine(compat.PipelineEngineBase):
         self.module.micro_offset += schedule.micro_batches
         if self._slots:
             raise RuntimeError(f"slots left after the batch: {sorted(self._slots)}")
+
+    def owns_optimizer(self) -> bool:
+        return self.fold.owns_optimizer(self.fold_zero_stage)
+
+    def make_optimizer(self, optimizer, **options):
+        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=self.fold.overlap_param_gather, **options)
 
     def _interpret(self, schedule) -> None:
         deterministic = self.fold.deterministic_rng
@@ -370,6 +386,9 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def exec_backward(self, segment, micro_batch, **_):
         slot = self._slot(segment, micro_batch)
+        if self._sharded is not None and segment not in self._begun:
+            self._begun.add(segment)
+            self._sharded.begin_backward(segment)
         if self._virtual_stage(segment) == self._last_virtual_stage:
             if slot.loss.requires_grad:
                 torch.autograd.backward(slot.loss)
@@ -472,23 +491,28 @@ class PipelineEngine(compat.PipelineEngineBase):
     # end of the batch -----------------------------------------------------------------------------------------------------
 
     def exec_reduce_tied_grads(self):
-        self.reduce_tied_gradients()
+        if self._sharded is None:  # which sums them when the segment with their last gradient is reduced
+            self.reduce_tied_gradients()
 
     def exec_reduce_grads(self, segment):
-        if segment == 0:  # the last one: DeepSpeed's optimizers reduce everything at once
+        if self._sharded is not None:
+            self._sharded.launch_reduce(segment)
+        elif segment == 0:  # the last one: DeepSpeed's wrappers reduce everything at once, and return when it is done
             self.reduce_gradients()
 
     def exec_wait_reduce_grads(self, segment):
-        pass  # the reduction above returns when it is done
+        if self._sharded is not None:
+            self._sharded.wait_reduce(segment)
 
     def exec_step(self):
         self.step_optimizer()
 
     def exec_gather_params(self, segment):
-        pass  # DeepSpeed's optimizers gather at the end of their step
+        pass  # launched at the end of the step, in order of segments
 
     def exec_wait_gather_params(self, segment):
-        pass
+        if self._sharded is not None:
+            self._sharded.wait_params(segment)
 
     #: instruction -> method; ``ACTION_METHODS`` says which method runs which op
     ACTION_METHODS = {

@@ -5,7 +5,7 @@ from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from deepspeed.runtime import utils as ds_utils
-from deepspeed.runtime.pipe.module import LayerSpec
+from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
 from .. import compat
 from ..config import ConfigError, fold_config, load_config, micro_batches_of
@@ -43,6 +43,8 @@ class PipelineModule(compat.PipelineModuleBase):
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
+        #: called before anything outside of a batch reads parameters; an engine waits here for those that are in flight
+        self.before_read = None
         #: with deterministic_rng, what the engine seeds this batch's random numbers with; None leaves them alone
         self.rng_key = None
         if not any(p.requires_grad for p in self.parameters()):
@@ -99,6 +101,32 @@ class PipelineModule(compat.PipelineModuleBase):
                 layer = spec.build() if isinstance(spec, LayerSpec) else spec
                 counts.append(sum(p.numel() for p in layer.parameters()) if isinstance(layer, torch.nn.Module) else 0)
         return counts
+
+    def segment_parameters(self) -> List[List[torch.nn.Parameter]]:
+        """This rank's parameters by segment; a tied one appears in every segment that uses it, frozen ones too."""
+        result = []
+        for first, last in self.segment_ranges:
+            parameters = []
+            for local in range(first, last):
+                spec = self.layer_specs[self.global_layer_indices[local]]
+                layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.forward_funcs[local]
+                if isinstance(layer, torch.nn.Module):
+                    parameters += [p for p in layer.parameters() if not any(p is other for other in parameters)]
+            result.append(parameters)
+        return result
+
+    def named_parameters(self, *args, **kwargs):
+        self._wait_before_read()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        self._wait_before_read()
+        return super().state_dict(*args, **kwargs)
+
+    def _wait_before_read(self) -> None:
+        before_read = self.__dict__.get("before_read")
+        if before_read is not None:
+            before_read()
 
     def virtual_stage_of(self, layer: int) -> int:
         """The virtual stage whose chunk holds the layer with this global index."""

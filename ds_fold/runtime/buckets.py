@@ -1,0 +1,188 @@
+"""Buckets: flat buffers of the parameters that are reduced, stepped and gathered together.
+
+::
+
+    flat     [ p0 | p1      | p2  |pad]  parameters are views of it; D equal parts, one per replica
+    master        [ p1 |p2 ]             fp32 part of this rank, what the optimizer steps; a view of ``flat`` where that is fp32
+    full     [ g0 | g1      | g2  | 0 ]  accumulated gradients; from the first to the last backward p.grad are views of it
+    reduced       [ g1 |g2 ]             fp32 part of this rank of the average over the replicas
+"""
+
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from .collectives import Pending, Replicas
+
+
+class BucketKey(NamedTuple):
+    """What parameters of one bucket have in common. Buckets of one user group are sorted by it, alike on all replicas."""
+    #: segment of the last gradient and of the first use
+    segment: int
+    #: segment of the first gradient: higher than ``segment`` for a parameter that several segments of this rank share
+    first: int
+    dtype: str
+    #: whether this rank's gradients count in the model's norm
+    counted: bool
+    #: index of the tie that sums the gradients over pipeline ranks, -1 for none
+    tie: int
+
+
+def assign(param_groups: Sequence[dict], segments: Sequence[Sequence[torch.nn.Parameter]], ties: Sequence[Tuple],
+           counts_in_norm: Callable[[torch.nn.Parameter], bool]) -> List[Dict[BucketKey, List[torch.nn.Parameter]]]:
+    """For each user group, its trainable parameters by bucket, in the group's order; keys are sorted.
+
+    A parameter of the optimizer that lies in no segment gets gradients from anywhere: from the highest down to segment 0.
+    """
+    span: Dict[torch.nn.Parameter, Tuple[int, int]] = {}
+    for k, parameters in enumerate(segments):
+        for p in parameters:
+            span[p] = (span.get(p, (k, k))[0], k)
+    groups_of_ties = list({id(group): group for _, group in ties})
+    tie_of = {p: groups_of_ties.index(id(group)) for p, group in ties}
+    result = []
+    for group in param_groups:
+        buckets: Dict[BucketKey, List[torch.nn.Parameter]] = {}
+        for p in group["params"]:
+            if p.requires_grad and p.numel() > 0:
+                segment, first = span.get(p, (0, len(segments) - 1))
+                key = BucketKey(segment, first, str(p.dtype), bool(counts_in_norm(p)), tie_of.get(p, -1))
+                buckets.setdefault(key, []).append(p)
+        result.append({key: buckets[key] for key in sorted(buckets)})
+    return result
+
+
+class Bucket:
+    """One bucket's buffers and the state of its gradients in this step.
+
+    Args:
+        key: see :class:`BucketKey`.
+        parameters: trainable, of one dtype and device, in the order of the flat buffer. Their data move into it.
+        replicas: the data-parallel ranks.
+        sharded: each replica steps its part; otherwise each steps all of it (ZeRO-0).
+        accumulate_dtype: of ``full``.
+        tie: process group over which gradients of tied weights are summed before the replicas average them.
+    """
+
+    def __init__(self, key: BucketKey, parameters: List[torch.nn.Parameter], replicas: Replicas, sharded: bool,
+                 accumulate_dtype: torch.dtype, tie=None):
+        self.key, self.parameters, self.tie = key, parameters, tie
+        self.replicas, self.sharded = replicas, sharded
+        self.accumulate_dtype = accumulate_dtype
+        self._offsets, self.numel = [], 0
+        for p in parameters:
+            self._offsets.append(self.numel)
+            self.numel += p.numel()
+        align = 2 * replicas.size  # as DeepSpeed aligns for NCCL
+        padded = -(-self.numel // align) * align
+        first = parameters[0]
+        self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        for p, view in zip(parameters, self._views(self.flat)):
+            view.copy_(p.detach())
+            p.data = view
+        #: this rank's part of the parameters, a view of ``flat``
+        self.weights = replicas.part(self.flat) if sharded else self.flat
+        #: where ``weights`` starts in ``flat``, and the part of it that is padding, in elements
+        self.start = replicas.rank * self.weights.numel() if sharded else 0
+        self.padding = max(0, min(self.weights.numel(), self.start + self.weights.numel() - self.numel))
+        self.master = self.weights.detach() if self.aliased else self.weights.detach().float()
+        self.master.requires_grad_(True)
+        self.full: Optional[torch.Tensor] = None
+        self.reduced: Optional[torch.Tensor] = None
+        self.tied_sum = None  # work
+        self.reduction: Optional[Pending] = None
+        self.gather: Optional[Pending] = None
+        self._full_views: List[torch.Tensor] = []
+        self._gradients: Optional[List[torch.Tensor]] = None  # these views while gradients arrive
+        self._hooks = []
+        if accumulate_dtype != first.dtype:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._accumulator(i)) for i, p in enumerate(parameters)]
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the fp32 master is the parameters themselves."""
+        return self.flat.dtype == torch.float32
+
+    def _views(self, flat: torch.Tensor) -> List[torch.Tensor]:
+        return [flat[o:o + p.numel()].view(p.shape) for p, o in zip(self.parameters, self._offsets)]
+
+    # gradients ------------------------------------------------------------------------------------------------------------
+
+    def release_full(self) -> None:
+        """Free the full-size gradient."""
+        self.full, self._full_views = None, []
+
+    def open(self) -> None:
+        """Zero ``full`` (made where it is not there) and let gradients flow into it."""
+        self.check_no_stray("before its segment's begin_backward()")
+        if self.full is None:
+            self.full = torch.zeros_like(self.flat, dtype=self.accumulate_dtype)
+            self._full_views = self._views(self.full)
+        else:
+            self.full.zero_()
+        self._gradients = self._full_views
+        if not self._hooks:
+            for p, view in zip(self.parameters, self._gradients):
+                p.grad = view
+
+    def close(self) -> None:
+        """Take p.grad away: ``full`` is final. A parameter that got no gradient has zeros."""
+        if not self._hooks:
+            for p, view in zip(self.parameters, self._gradients):
+                grad, p.grad = p.grad, None
+                if grad is None:  # someone cleared it
+                    view.zero_()
+                elif grad.data_ptr() != view.data_ptr():  # autograd replaced it, as with create_graph=True
+                    view.copy_(grad.detach())
+        self._gradients = None
+
+    def check_no_stray(self, when: str) -> None:
+        """Raises RuntimeError if a parameter has a gradient that would never be reduced."""
+        for i, p in enumerate(self.parameters):
+            if p.grad is not None:
+                raise RuntimeError(f"a gradient of parameter {i} (shape {list(p.shape)}) of segment {self.key.segment}'s bucket "
+                                   f"arrived {when}; it would be lost. Backward passes of a segment must lie between "
+                                   f"begin_backward() and launch_reduce(); zero_grad() drops gradients made elsewhere")
+
+    def _accumulator(self, index: int):
+
+        def accumulate(p):  # must return None
+            if self._gradients is not None:  # else it stays, for check_no_stray
+                self._gradients[index].add_(p.grad)
+                p.grad = None
+
+        return accumulate
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full-size gradient that is held now."""
+        return 0 if self.full is None else self.full.numel() * self.full.element_size()
+
+    # parameters -----------------------------------------------------------------------------------------------------------
+
+    def norm_part(self) -> torch.Tensor:
+        """The elements of ``reduced`` that this rank counts: each element once over all replicas."""
+        return self.reduced if self.sharded else self.replicas.part(self.reduced)
+
+    def publish(self) -> None:
+        """Round the master into this rank's part of the parameters."""
+        if not self.aliased:
+            self.weights.copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """The inverse of :meth:`publish`: parameters were set from outside."""
+        if not self.aliased:
+            self.master.copy_(self.weights)
+
+    def saved_master(self) -> torch.Tensor:
+        """The master without padding, with storage of its own."""
+        return self.master.detach()[:self.master.numel() - self.padding].clone()
+
+    def destroy(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._gradients, self.reduced = [], None, None
+        self.release_full()
+
+
+__all__ = ["Bucket", "BucketKey", "assign"]
