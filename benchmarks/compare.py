@@ -78,7 +78,7 @@ SWEEPS = {
     "micro_batches": ([8, 16, 32], lambda value, s, share, rph, c: ({**s, "M": value}, share, rph, c)),
     "segments": ([1, 2, 4, 8], lambda v, s, share, rph, c: (
         {**s, "layers": 32}, share, rph,
-        {REFERENCE: OURS[REFERENCE], f"ds_fold aiao v={v}, overlapped": ("ds_fold", {"schedule": "aiao", "segments": v, **OVERLAP})})),
+        {**_named(REFERENCE), f"ds_fold aiao v={v}, overlapped": ("ds_fold", {"schedule": "aiao", "segments": v, **OVERLAP})})),
     "share": ([0.25, 0.44, 0.6], lambda value, s, share, rph, c: (s, value, rph, c)),
     "activation": ([8192, 32768, 131072], lambda value, s, share, rph, c: ({**s, "activation_bytes": value}, share, rph, c)),
     "ranks_per_host": ([1, 2, 4], lambda value, s, share, rph, c: (s, share, value, c)),

@@ -21,7 +21,7 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from ..compat_optimizer import TIMERS, ZeroOptimizerBase
+from ..compat.optimizer import TIMERS, ZeroOptimizerBase
 from .buckets import Bucket, assign
 from .collectives import CHUNK_NUMEL, Replicas, duplicate_group
 

@@ -8,6 +8,7 @@ from models import Block, LayerSpec, build, data, ds_config, largest_difference,
 from pool import RankError, RankPool
 
 AIAO = {"schedule": "aiao", "segments": 2}
+OVERLAPPED = {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True}
 LAYERS = 8
 BATCH = 8  # micro-batches of one step, over all replicas
 
@@ -62,17 +63,17 @@ STOCK = None
 PRECISIONS = [("fp32", None), ("bf16", None), ("bf16", "fp32")]
 
 
-@pytest.mark.parametrize("saver, W", [((2, AIAO), 4), ((2, STOCK), 4), ((2, {"schedule": "interleaved_1f1b", "segments": 2}), 2)],
-                         ids=["aiao", "stock", "interleaved"])
+@pytest.mark.parametrize("saver, W", [((2, AIAO), 4), ((2, STOCK), 4), ((2, OVERLAPPED), 4)],
+                         ids=["aiao", "stock", "overlapped"])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: "-".join(map(str, p)))
 def test_universal_checkpoints_go_both_ways_between_folds_topologies_and_stock(tmp_path, saver, W, precision):
     folder = str(tmp_path)
     losses, weights, lr = RankPool.of(W).run(save_after_three_steps, folder, *saver, *precision)[0]
     to_universal(os.path.join(folder, "saved"), os.path.join(folder, "universal"))
     (tmp_path / "latest_universal").write_text("universal")
-    loaders = [(2, (2, AIAO)), (2, (1, {"schedule": "aiao", "segments": 4})), (4, (4, {"schedule": "1f1b"}))]
+    loaders = [(2, (2, OVERLAPPED)), (2, (1, {**OVERLAPPED, "segments": 4})), (4, (4, {"schedule": "1f1b"}))]
     if saver[1] is not STOCK:
-        loaders = [(1, (1, STOCK)), (4, (2, STOCK)), *loaders[1:]]
+        loaders = [(1, (1, STOCK)), (4, (2, STOCK)), (2, (1, {"schedule": "aiao", "segments": 4})), *loaders]
     for world, loader in loaders:
         resumed, loaded, its_lr, steps = RankPool.of(world).run(resume_universal, folder, *loader, *precision)[0]
         assert largest_difference(weights, loaded)[0] == 0 and steps == 3 and its_lr == lr
@@ -102,6 +103,26 @@ def test_weights_go_both_ways_by_the_layer_files(tmp_path, zero):
         return results
 
     assert all(pair == (0, 0) for pair in RankPool.of(2).run(job, str(tmp_path), zero)[0])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_an_overlapped_run_resumes_as_if_it_had_never_stopped(tmp_path, zero):
+    def job(folder, zero):
+        def fresh():
+            return build(False, ds_config(4, zero, "fp16", fold=OVERLAPPED), 2, 8, tied=True)
+
+        first = fresh()
+        batches = data(first.grid.get_data_parallel_rank(), "fp16")
+        for _ in range(2):
+            first.train_batch(batches)
+        first.save_checkpoint(folder)  # while gathers are in flight
+        again = fresh()
+        again.load_checkpoint(folder)
+        kept = largest_difference(whole_model(first.module), whole_model(again.module))[0]
+        more = [float(first.train_batch(data(3, "fp16"))) - float(again.train_batch(data(3, "fp16"))) for _ in range(2)]
+        return kept, more, largest_difference(whole_model(first.module), whole_model(again.module))[0]
+
+    assert RankPool.of(4).run(job, str(tmp_path), zero)[0] == (0, [0, 0], 0)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

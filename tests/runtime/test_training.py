@@ -25,7 +25,8 @@ from torch import nn
 
 AIAO = {"schedule": "aiao", "segments": 2}
 SCHEDULES = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "segments": 2}, AIAO,
-             {"schedule": "aiao", "segments": 2, "last_segment": "all_forward"}, {"schedule": "gpipe"}]
+             {"schedule": "aiao", "segments": 2, "last_segment": "all_forward"}, {"schedule": "gpipe"},
+             {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True}]
 schedules = pytest.mark.parametrize("fold", SCHEDULES, ids=lambda f: "-".join(map(str, f.values())))
 
 

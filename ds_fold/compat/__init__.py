@@ -1,4 +1,4 @@
-"""The only place that touches DeepSpeed's private names: a new DeepSpeed release is this file's work.
+"""The only place that touches DeepSpeed's private names: a new DeepSpeed release is this folder's work.
 
 The two base classes translate between DeepSpeed's internal methods and the public hooks that the rest of the package
 implements. Facts about the internals are for DeepSpeed 0.19.x.
@@ -194,10 +194,13 @@ class PipelineEngineBase(_StockEngine):
             return super()._configure_zero_optimizer(optimizer)
         dtype, accumulate_dtype = self.get_data_types()
         grid = self.module.grid
+        # like DeepSpeed's wrappers: with fp32 accumulation a step that is not finite is skipped in bf16, too
+        bf16_check = accumulate_dtype == torch.float32 or self._config.bfloat16_config.check_grad_overflow
         return self.make_optimizer(
             optimizer, param_names=self.param_names, data_parallel_group=grid.get_data_parallel_group(), ties=self.tied_weights(),
             stage=self.fold_zero_stage, clip=self.gradient_clipping(), counts_in_norm=self._counts_in_norm, dtype=dtype,
             accumulate_dtype=accumulate_dtype, communication_dtype=self.communication_data_type,
+            check_overflow=bf16_check or dtype != torch.bfloat16,
             static_loss_scale=self.loss_scale(), dynamic_loss_scale=self.dynamic_loss_scale(),
             dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.x expects of its ZeRO optimizers, beyond its public surface; the optimizer's counterpart to ``compat.py``.
+"""What DeepSpeed 0.19.x expects of its ZeRO optimizers, beyond its public surface.
 
 Checkpoints have the keys of DeepSpeed's own ZeRO-1 and 2 files, with one flat group per bucket: ``ds_to_universal`` reads them,
 and universal checkpoints of any origin load by parameter name.
