@@ -183,6 +183,10 @@ class PipelineEngine(compat.PipelineEngineBase):
         return self.fold.owns_optimizer(self.fold_zero_stage)
 
     def make_optimizer(self, optimizer, **options):
+        if any(word in type(optimizer).__name__.lower() for word in ("lamb", "lars", "muon")):
+            raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step flat shards; "
+                              f"use an optimizer that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
+                              f"overlap_param_gather: false and ZeRO 0 or 1")
         return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=self.fold.overlap_param_gather, **options)
 
     def _interpret(self, schedule) -> None:

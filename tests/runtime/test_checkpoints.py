@@ -60,13 +60,13 @@ def resume_universal(folder, P, fold, *precision):
 
 
 STOCK = None
-PRECISIONS = [("fp32", None), ("bf16", None), ("bf16", "fp32")]
+SAVERS = {"aiao": (2, AIAO), "stock": (2, STOCK), "overlapped": (2, OVERLAPPED)}
 
 
-@pytest.mark.parametrize("saver, W", [((2, AIAO), 4), ((2, STOCK), 4), ((2, OVERLAPPED), 4)],
-                         ids=["aiao", "stock", "overlapped"])
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: "-".join(map(str, p)))
-def test_universal_checkpoints_go_both_ways_between_folds_topologies_and_stock(tmp_path, saver, W, precision):
+@pytest.mark.parametrize("saver, precision", [("aiao", ("fp32", None)), ("stock", ("fp32", None)), ("stock", ("bf16", "fp32")),
+                                              ("overlapped", ("bf16", None)), ("overlapped", ("bf16", "fp32"))])
+def test_universal_checkpoints_go_both_ways_between_folds_topologies_and_stock(tmp_path, saver, precision):
+    W, saver = 4, SAVERS[saver]
     folder = str(tmp_path)
     losses, weights, lr = RankPool.of(W).run(save_after_three_steps, folder, *saver, *precision)[0]
     to_universal(os.path.join(folder, "saved"), os.path.join(folder, "universal"))
@@ -179,7 +179,6 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(tmp_path):
 
 def test_a_save_that_dies_half_way_leaves_the_one_before(tmp_path):
     def job(folder):
-        import torch.distributed as dist
         engine = build(False, ds_config(4, 1, fold=AIAO), 2, 8)
         engine.train_batch(data(0))
         engine.save_checkpoint(folder, tag="kept")
@@ -188,7 +187,7 @@ def test_a_save_that_dies_half_way_leaves_the_one_before(tmp_path):
 
         def dying(state_dict, path):
             saved.append(path)
-            if len(saved) == 3 and dist.get_rank() == 1:
+            if len(saved) == 3:  # on every rank, before any of them has written all of its files
                 raise OSError("no space left")
             save(state_dict, path)
 

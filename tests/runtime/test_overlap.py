@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, data, ds_config, whole_model
+from models import build, data, ds_config, make_layers, whole_model
 from pool import RankError, RankPool
 
 OVERLAP = {"overlap_grad_reduce": "segment", "overlap_param_gather": True}
@@ -77,6 +77,21 @@ def test_zero_2_holds_the_full_gradients_of_two_segments_at_most(segments):
 
     for peak, left in RankPool.of(2).run(job, segments):
         assert 1 / segments < peak <= 2 / segments + 0.01 and left == 0
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused():
+    class Lamb(torch.optim.SGD):
+        pass
+
+    def job():
+        import ds_fold
+        config = ds_config(4, 1, fold={"schedule": "1f1b", **OVERLAP}, zero_allow_untested_optimizer=True)
+        del config["optimizer"]
+        net = ds_fold.PipelineModule(make_layers(4), num_stages=1, config=config)
+        ds_fold.initialize(model=net, config=config, optimizer=Lamb(net.parameters(), lr=0.1))
+
+    with pytest.raises(RankError, match="ConfigError: optimizer Lamb needs whole matrices"):
+        RankPool.of(1).run(job)
 
 
 def test_zero_3_is_refused():

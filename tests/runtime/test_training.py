@@ -92,8 +92,9 @@ def test_training_data_and_batch_fn():
     def job():
         import ds_fold
         x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))
-        net = ds_fold.PipelineModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), config=ds_config(4, fold=AIAO))
-        engine, _, loader, _ = ds_fold.initialize(model=net, model_parameters=net.parameters(), config=ds_config(4, fold=AIAO),
+        config = ds_config(4, fold={**AIAO, "data_workers": 0})
+        net = ds_fold.PipelineModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), config=config)
+        engine, _, loader, _ = ds_fold.initialize(model=net, model_parameters=net.parameters(), config=config,
                                                   training_data=torch.utils.data.TensorDataset(x, x))
         engine.set_batch_fn(lambda batch: (batch[0] * 0, batch[1] * 0 + 1))
         constant = float(engine.train_batch())
