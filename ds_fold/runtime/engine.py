@@ -25,35 +25,7 @@ from .data import BatchQueue, EpochLoader, check_item, label_message, labels_of,
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
-
-
-class Slot:
-    """Everything that one micro-batch holds on one chunk."""
-    __slots__ = ("inputs", "input_spec", "input_grads", "outputs", "output_grads", "labels", "loss")
-
-    def __init__(self):
-        self.inputs: Optional[Message] = None
-        self.input_spec: Optional[MessageSpec] = None
-        self.input_grads: List[Optional[torch.Tensor]] = []
-        self.outputs: Optional[Message] = None
-        self.output_grads: Optional[Tuple[torch.Tensor, ...]] = None
-        self.labels = None
-        self.loss: Optional[torch.Tensor] = None
-
-
-class _Received(torch.autograd.Function):
-    """Makes a received tensor part of the graph: not a leaf, so that layers may work on it in place, and without a copy.
-    Its gradient goes to ``sink[index]``."""
-
-    @staticmethod
-    def forward(ctx, anchor, tensor, sink, index):
-        ctx.sink, ctx.index = sink, index
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.sink[ctx.index] = grad
-        return None, None, None, None
+from .slots import Received, Slot
 
 
 class PipelineEngine(compat.PipelineEngineBase):
@@ -184,8 +156,8 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def make_optimizer(self, optimizer, **options):
         if any(word in type(optimizer).__name__.lower() for word in ("lamb", "lars", "muon")):
-            raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step flat shards; "
-                              f"use an optimizer that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
+            raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step shards: "
+                              f"use one that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
                               f"overlap_param_gather: false and ZeRO 0 or 1")
         return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=self.fold.overlap_param_gather, **options)
 
@@ -439,7 +411,7 @@ class PipelineEngine(compat.PipelineEngineBase):
         slot.input_spec = spec or MessageSpec.of(message)
         slot.input_grads = [None] * len(slot.input_spec.tensors)
         tensors = tuple(
-            _Received.apply(self._anchor, t.detach(), slot.input_grads, i) if t_spec.requires_grad else t.detach()
+            Received.apply(self._anchor, t.detach(), slot.input_grads, i) if t_spec.requires_grad else t.detach()
             for i, (t, t_spec) in enumerate(zip(message if isinstance(message, tuple) else (message, ), slot.input_spec.tensors)))
         slot.inputs = tensors if isinstance(message, tuple) else tensors[0]
 
