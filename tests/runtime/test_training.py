@@ -21,6 +21,7 @@ from models import (
     whole_model,
 )
 from pool import RankError, RankPool, free_port
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 AIAO = {"schedule": "aiao", "segments": 2}
@@ -400,6 +401,7 @@ def test_timers_monitors_and_reports_of_deepspeed(tmp_path, P):
     def job(P, folder):
         more = {"wall_clock_breakdown": True, "steps_per_print": 1,
                 "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+                "tensorboard": {"enabled": True, "output_path": folder, "job_name": "board"},
                 "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False}}
         engine = build(False, ds_config(4, fold=AIAO, **more), P, 8)
         batches, losses = data(0), []
@@ -407,12 +409,17 @@ def test_timers_monitors_and_reports_of_deepspeed(tmp_path, P):
             losses.append(float(engine.train_batch(batches)))
             engine.eval_batch(data(1))
             engine.eval_batch(data(1), compute_loss=False, reduce_output=None)
+        for monitor in ([engine.monitor.tb_monitor.summary_writer] if engine.global_rank == 0 else []):
+            monitor.close()
         return losses
 
     losses = RankPool.of(P).run(job, P, str(tmp_path))[0]
     rows = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
     assert [float(row.split(",")[1]) for row in rows] == pytest.approx(losses, rel=1e-6)
     assert len((tmp_path / "run" / "Train_Samples_eval_loss.csv").read_text().splitlines()) == 4
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.value for event in board.Scalars("Train/Samples/train_loss")] == pytest.approx(losses, rel=1e-6)
+    assert len(board.Scalars("Train/Samples/eval_loss")) == 3
 
 
 @pytest.mark.parametrize("whose", ["engine", "module"])
