@@ -263,6 +263,12 @@ class PipelineEngine(compat.PipelineEngineBase):
         dist.barrier()
         return True
 
+    def load_checkpoint(self, *args, **kwargs):
+        """DeepSpeed's ``load_checkpoint``."""
+        if self._sharded is not None:
+            self._sharded.flush()  # a gather in flight would overwrite what is loaded
+        return super().load_checkpoint(*args, **kwargs)
+
     # data -----------------------------------------------------------------------------------------------------------------
 
     def training_loader(self, dataset):

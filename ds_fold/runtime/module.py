@@ -43,7 +43,7 @@ class PipelineModule(compat.PipelineModuleBase):
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
-        #: called before anything outside of a batch reads parameters; an engine waits here for those that are in flight
+        #: called before anything outside of a batch reads or sets parameters; an engine waits here for those that are in flight
         self.before_read = None
         #: with deterministic_rng, what the engine seeds this batch's random numbers with; None leaves them alone
         self.rng_key = None
@@ -122,6 +122,10 @@ class PipelineModule(compat.PipelineModuleBase):
     def state_dict(self, *args, **kwargs):
         self._wait_before_read()
         return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        self._wait_before_read()
+        return super().load_state_dict(*args, **kwargs)
 
     def _wait_before_read(self) -> None:
         before_read = self.__dict__.get("before_read")

@@ -79,6 +79,22 @@ def test_zero_2_holds_the_full_gradients_of_two_segments_at_most(segments):
         assert 1 / segments < peak <= 2 / segments + 0.01 and left == 0
 
 
+def test_a_checkpoint_loaded_right_after_a_step_is_not_overwritten_by_what_is_in_flight(tmp_path):
+    def job(folder):
+        engine = build(False, ds_config(4, 1, fold={**FOLDS[0], **OVERLAP}), 2, 8)
+        batches = data(engine.grid.get_data_parallel_rank())
+        engine.train_batch(batches)
+        engine.save_checkpoint(folder)
+        saved = whole_model(engine.module)
+        for _ in range(3):
+            engine.train_batch(batches)
+            engine.load_checkpoint(folder)
+        loaded = whole_model(engine.module)
+        return max(float((loaded[name] - saved[name]).abs().max()) for name in saved), engine.global_steps
+
+    assert RankPool.of(4).run(job, str(tmp_path))[0] == (0, 1)
+
+
 def test_an_optimizer_that_needs_whole_matrices_is_refused():
     class Lamb(torch.optim.SGD):
         pass

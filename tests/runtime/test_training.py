@@ -315,11 +315,12 @@ def test_evaluation_with_its_own_size_count_and_losses(fold, P):
     assert last == one and len(last[2]) == 7 and len(last[4]) == 2
 
 
-def test_nothing_grows_over_fifty_steps():
-    def job():
+@pytest.mark.parametrize("fold", [AIAO, SCHEDULES[-1]], ids=["aiao", "overlapped"])
+def test_nothing_grows_over_fifty_steps(fold):
+    def job(fold):
         import gc
         import threading
-        engine = build(False, ds_config(4, fold=AIAO, checkpoint=1), 2, 8)
+        engine = build(False, ds_config(4, 1, fold=fold, checkpoint=1), 2, 8)
         batches, seen = data(0), []
         for step in range(50):
             engine.train_batch(batches)
@@ -333,7 +334,7 @@ def test_nothing_grows_over_fifty_steps():
                              getattr(engine.optimizer, "_backward_active_depth", 0)))
         return seen
 
-    for seen in RankPool.of(2).run(job):
+    for seen in RankPool.of(4).run(job, fold):
         assert seen[0] == seen[1] == seen[2]
 
 
