@@ -33,7 +33,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _check(args) -> int:
-    from .config import ConfigError, fold_config, load_config, micro_batches_of
+    from .config import ConfigError, fold_config, load_config, micro_batches_of, zero_stage_of
     from .partition import partition_uniform
     from .schedule import bubble_fraction, verify
 
@@ -49,7 +49,7 @@ def _check(args) -> int:
                           "micro-batches, or --micro-batches")
     P, v = args.pp, fold.segments
     fold.check(P, M, args.layers)
-    program = fold.eval_program(P, M) if args.eval else fold.train_program(P, M)
+    program = fold.eval_program(P, M) if args.eval else fold.train_program(P, M, zero_stage_of(config))
     report = verify(program)
 
     name = fold.schedule if isinstance(fold.schedule, str) else fold.schedule.file
@@ -71,7 +71,8 @@ def _check(args) -> int:
         print(program.format(r))
     print("\nlive activations, in chunks of 1/v of a rank:")
     for r in range(P):
-        print(f"  rank {r}  peak {report.peak_live[r]} of {v * M}, receives posted ahead at most {report.peak_posted[r]}")
+        print(f"  rank {r}  peak {report.peak_live[r]} of {v * M}, receives posted ahead at most {report.peak_posted[r]}, "
+              f"reductions in flight at most {report.peak_reducing[r]}")
     print(f"\nbubble fraction {bubble_fraction(program):.1%} (free communication, backward = 2 forwards)")
     if args.png:
         from .timeline import draw

@@ -225,6 +225,12 @@ def micro_batches_of(config: Dict[str, Any], data_parallel: Optional[int] = None
     return None if data_parallel is None else max(1, batch // (micro * data_parallel))
 
 
+def zero_stage_of(config: Dict[str, Any]) -> int:
+    """``zero_optimization.stage``, 0 where the config has none."""
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    return stage if isinstance(stage, int) else 0
+
+
 def _one_of(value: str, allowed) -> str:
     if value not in allowed:
         raise ValueError(f"{value!r} is not one of {', '.join(map(repr, allowed))}{_did_you_mean(value, allowed)}")

@@ -27,6 +27,16 @@ def test_check_prints_what_would_run(config, capsys):
     verify(program)
 
 
+def test_check_shows_where_communication_overlaps(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},
+                                "ds_fold": {"schedule": "aiao", "segments": 3, "overlap_param_gather": True}}))
+    assert main(["check", str(path), "--layers", "3", "--pp", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0: WG0 L0.0 F0.0" in out and "B2.1 R2 B1.0 B1.1 R1 WR2 B0.0 B0.1 R0 RT WR1 WR0 STEP G0 G1 G2\n" in out
+    assert "reductions in flight at most 2" in out
+
+
 def test_check_draws(config, tmp_path, capsys):
     assert main(["check", config, "--layers", "24", "--pp", "2", "--png", str(tmp_path / "s.png")]) == 0
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
