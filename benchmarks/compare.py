@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                     the default case: P=4, D=2, one rank a host, 200 Mbit/s; about 4 minutes
     python benchmarks/compare.py --case smoke        P=2, D=2; under a minute
+    python benchmarks/compare.py --case full         every contender, in two launches; about 8 minutes
     python benchmarks/compare.py --case v8           32 layers, so that 8 segments have chunks of a whole layer
     python benchmarks/compare.py --slow-motion 2     the same case at half the rate with layers twice as long: steadier, see below
     python benchmarks/compare.py --sweep share       one axis: micro_batches, segments, share, activation or ranks_per_host
@@ -67,7 +68,9 @@ def _named(*names: str) -> Dict[str, Any]:
 DEFAULT = {"P": 4, "D": 2, "M": 8, "layers": 16, "forward_s": 0.005, "activation_bytes": 32768, "parameter_bytes": 12_900_000}
 #: setting and contenders; one launch for each group, since many engines in one process slow each other down
 CASES = {
-    "default": (DEFAULT, [OURS, OTHERS]),
+    "default": (DEFAULT, [_named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "torch Interleaved1F1B v=4", "ds_fold 1f1b",
+                                 "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")]),
+    "full": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
               [_named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
     "v8": ({**DEFAULT, "layers": 32}, [{**_named(REFERENCE, "ds_fold aiao v=4, overlapped"), **V8}]),
@@ -128,8 +131,8 @@ def main() -> int:
     args = parser.parse_args()
     setting, groups = CASES[args.case]
     if args.only:
-        wanted = {n: c for group in groups for n, c in group.items() if n == REFERENCE or any(word in n for word in args.only)}
-        groups = [wanted]
+        known = {**OURS, **OTHERS, **V8}
+        groups = [{n: c for n, c in known.items() if n == REFERENCE or any(word in n for word in args.only)}]
     points = [(None, setting, args.share, 1, group) for group in groups]
     if args.sweep:
         values, change = SWEEPS[args.sweep]
