@@ -20,6 +20,9 @@ import traceback
 import cloudpickle
 
 TIMEOUT_S = 120
+#: after so many tasks the ranks are started anew: gloo's threads outlive their group where anything still refers to it, and spin
+#: once its peer has closed
+TASKS = 50
 
 
 class RankPool:
@@ -40,6 +43,7 @@ class RankPool:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.ranks = []
+        self.tasks = 0
 
     def start(self) -> None:
         port = free_port()
@@ -53,8 +57,11 @@ class RankPool:
             self.ranks.append((process, ours))
 
     def run(self, function, *args, timeout: float = TIMEOUT_S, **kwargs):
+        if self.tasks >= TASKS:
+            self.close()
         if not self.ranks:
             self.start()
+        self.tasks += 1
         task = cloudpickle.dumps((function, args, kwargs))
         for _, connection in self.ranks:
             connection.send_bytes(task)
@@ -97,7 +104,7 @@ class RankPool:
             connection.close()
             process.kill()
             process.join()
-        self.ranks = []
+        self.ranks, self.tasks = [], 0
 
 
 class RankError(AssertionError):
