@@ -20,9 +20,6 @@ import traceback
 import cloudpickle
 
 TIMEOUT_S = 120
-#: after so many tasks the ranks are started anew: gloo's threads outlive their group where anything still refers to it, and spin
-#: once its peer has closed
-TASKS = 50
 
 
 class RankPool:
@@ -43,7 +40,6 @@ class RankPool:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.ranks = []
-        self.tasks = 0
 
     def start(self) -> None:
         port = free_port()
@@ -57,11 +53,8 @@ class RankPool:
             self.ranks.append((process, ours))
 
     def run(self, function, *args, timeout: float = TIMEOUT_S, **kwargs):
-        if self.tasks >= TASKS:
-            self.close()
         if not self.ranks:
             self.start()
-        self.tasks += 1
         task = cloudpickle.dumps((function, args, kwargs))
         for _, connection in self.ranks:
             connection.send_bytes(task)
@@ -104,7 +97,7 @@ class RankPool:
             connection.close()
             process.kill()
             process.join()
-        self.ranks, self.tasks = [], 0
+        self.ranks = []
 
 
 class RankError(AssertionError):
@@ -158,11 +151,18 @@ def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
 
 
 def _leave_nothing_behind() -> None:
-    """Destroy the process groups that the task made: each gloo group holds sockets and threads."""
+    """Destroy the process groups that the task made: each gloo group holds sockets and threads.
+
+    A DeepSpeed engine that is not destroyed is never collected (its ZeRO hooks hold it), and with it its groups' threads, which
+    spin as soon as the other end has closed."""
     import gc
 
     import torch.distributed as dist
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
+    gc.collect()
+    for engine in [o for o in gc.get_objects() if isinstance(o, DeepSpeedEngine)]:
+        engine.destroy()
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

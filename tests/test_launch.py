@@ -5,16 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from pool import RankPool, free_port
+from pool import free_port
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--layers", "6", "--hidden", "16", "--heads", "2", "--sequence", "16", "--text", str(ROOT / "README.md")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _only_the_launched_ranks():
-    RankPool.close_all()
 
 
 def launch(ranks, script, *arguments):
