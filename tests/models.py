@@ -88,6 +88,23 @@ def data(replica, dtype="fp32", seed=100):
         yield x.to(TORCH_DTYPE[dtype]), (0.5 * x).to(TORCH_DTYPE[dtype])
 
 
+def share(engine, batch, dtype="fp32", skip_steps=0):
+    """This replica's part of one stream of ``batch`` items a step: the same step sees the same items under every topology."""
+    replica, M = engine.grid.get_data_parallel_rank(), engine.micro_batches
+    for index, item in enumerate(data(0, dtype)):
+        if index >= skip_steps * batch and index % batch // M == replica:
+            yield item
+
+
+def to_universal(source: str, target: str) -> None:
+    """DeepSpeed's ``ds_to_universal`` on a checkpoint folder."""
+    from types import SimpleNamespace
+
+    from deepspeed.checkpoint import ds_to_universal
+    ds_to_universal.main(SimpleNamespace(input_folder=source, output_folder=target, num_extract_workers=1, num_merge_workers=1,
+                                         keep_temp_folder=False, strict=True, inject_missing_state=True))
+
+
 def whole_model(module):
     """name -> fp32 weights of the whole model, from all ranks; replicas must be equal bit by bit."""
     mine = {name: p.detach().float().clone() for name, p in module.named_parameters()}

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from models import Block, LayerSpec, build, data, ds_config, largest_difference, whole_model
+from models import Block, LayerSpec, build, data, ds_config, largest_difference, share, to_universal, whole_model
 from pool import RankError, RankPool
 
 AIAO = {"schedule": "aiao", "segments": 2}
@@ -22,27 +22,10 @@ def engine_of(P, fold, dtype="fp32", accumulate=None, zero=1, universal=False):
     return build(fold is None, config, P, LAYERS, tied=True)
 
 
-def share(engine, dtype="fp32", skip_steps=0):
-    """This replica's part of one stream of data: the same step sees the same items under every topology."""
-    replica, M = engine.grid.get_data_parallel_rank(), engine.micro_batches
-    for index, item in enumerate(data(0, dtype)):
-        if index >= skip_steps * BATCH and index % BATCH // M == replica:
-            yield item
-
-
-def to_universal(source: str, target: str) -> None:
-    """DeepSpeed's ``ds_to_universal`` on a checkpoint folder."""
-    from types import SimpleNamespace
-
-    from deepspeed.checkpoint import ds_to_universal
-    ds_to_universal.main(SimpleNamespace(input_folder=source, output_folder=target, num_extract_workers=1, num_merge_workers=1,
-                                         keep_temp_folder=False, strict=True, inject_missing_state=True))
-
-
 def save_after_three_steps(folder, P, fold, *precision):
     """Train 3 steps, save, train 2 more: (their losses, weights at the save, learning rate at the save)."""
     engine = engine_of(P, fold, *precision)
-    batches = share(engine, precision[0])
+    batches = share(engine, BATCH, precision[0])
     for _ in range(3):
         engine.train_batch(batches)
     engine.save_checkpoint(folder, tag="saved")
@@ -55,7 +38,7 @@ def resume_universal(folder, P, fold, *precision):
     engine = engine_of(P, fold, *precision, universal=True)
     engine.load_checkpoint(folder)
     loaded, lr, steps = whole_model(engine.module), engine.get_lr(), engine.global_steps
-    batches = share(engine, precision[0], skip_steps=steps)
+    batches = share(engine, BATCH, precision[0], skip_steps=steps)
     return [float(engine.train_batch(batches)) for _ in range(2)], loaded, lr, steps
 
 
