@@ -103,11 +103,12 @@ def measure(lab: Lab, setting: Dict[str, Any], share: float, contenders: Dict[st
         plan.write_text(json.dumps({"setting": setting, "share": share, "contenders": contenders, "repeats": repeats,
                                     "steps": steps}))
         script = str(Path(__file__).parent / "compare_ranks.py")
-        env = {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+        options = {"timeout": 900, "echo": True,
+                   "env": {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}}
         if launcher:
-            run = lab.launch_deepspeed(script, [str(plan), str(result)], ranks_per_host, env=env, timeout=900, echo=True)
+            run = lab.launch_deepspeed(script, [str(plan), str(result)], ranks_per_host, **options)
         else:
-            run = lab.run([sys.executable, script, str(plan), str(result)], ranks_per_host, env=env, timeout=900, echo=True)
+            run = lab.run([sys.executable, script, str(plan), str(result)], ranks_per_host, **options)
         if not run.ok:
             raise LabError(f"{run}\n{run.outputs[run.first_failure or 0][-3000:]}")
         measured = json.loads(result.read_text())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def all_reduce_seconds(setting: Setting, repeats: int) -> float:
         mine = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         times.append(float(mine))
-    return sorted(times[1:])[(repeats - 1) // 2]
+    return statistics.median(times[1:])
 
 
 def calibrated(setting: Setting, share: float) -> Setting:

@@ -32,6 +32,8 @@ class PipelineEngine(compat.PipelineEngineBase):
     """DeepSpeed's ``PipelineEngine`` that runs the programs of :mod:`ds_fold.schedule`. Built by :func:`ds_fold.initialize`."""
 
     def __init__(self, *args, **kwargs):
+        #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
+        self._groups: List = []
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
@@ -56,8 +58,6 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._edges = [f"virtual stage {s - 1} -> {s}" for s in range(v * P)]
         for k, s in enumerate(range(self.stage_id + 1, v * P, P)):
             self._edges[s] += f" ({self.module.describe_last_layer(k)})"
-        #: process groups of this engine's own
-        self._groups: List = []
         # small agreements between all ranks, on the CPU whatever the device
         control = self._new_group(None, backend="gloo") if dist.get_world_size() > 1 else None
         self._batches = BatchQueue(control if self.fold.data_check else None)
