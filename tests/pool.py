@@ -136,18 +136,24 @@ def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     while True:
         try:
-            function, args, kwargs = cloudpickle.loads(connection.recv_bytes())
+            task = connection.recv_bytes()
         except EOFError:
             break
-        try:
-            answer = (True, function(*args, **kwargs))
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        try:
-            _leave_nothing_behind()
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send_bytes(cloudpickle.dumps(answer))
+        answer = _attempt(_run, task)
+        left = _attempt(_leave_nothing_behind)  # its frame has ended: nothing holds what the task made
+        connection.send_bytes(cloudpickle.dumps(answer if left[0] else left))
+
+
+def _attempt(function, *args):
+    try:
+        return True, function(*args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _run(task: bytes):
+    function, args, kwargs = cloudpickle.loads(task)
+    return function(*args, **kwargs)
 
 
 def _leave_nothing_behind() -> None:
@@ -158,13 +164,19 @@ def _leave_nothing_behind() -> None:
     import gc
 
     import torch.distributed as dist
-    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
-    gc.collect()
-    for engine in [o for o in gc.get_objects() if isinstance(o, DeepSpeedEngine)]:
-        engine.destroy()
+    _destroy_engines()
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     groups._WORLD_GROUP = None
+    gc.freeze()  # what is left stays: looking through it after each task took longer than most tasks
+
+
+def _destroy_engines() -> None:
+    import gc
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    for engine in [o for o in gc.get_objects() if isinstance(o, DeepSpeedEngine)]:
+        engine.destroy()
