@@ -159,8 +159,7 @@ def _run(task: bytes):
 def _leave_nothing_behind() -> None:
     """Destroy the process groups that the task made: each gloo group holds sockets and threads.
 
-    A DeepSpeed engine that is not destroyed is never collected (its ZeRO hooks hold it), and with it its groups' threads, which
-    spin as soon as the other end has closed."""
+    DeepSpeed's own engine is never collected, and with it its groups' threads, which spin as soon as the other end has closed."""
     import gc
 
     import torch.distributed as dist
@@ -180,3 +179,4 @@ def _destroy_engines() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     for engine in [o for o in gc.get_objects() if isinstance(o, DeepSpeedEngine)]:
         engine.destroy()
+        vars(engine).clear()  # hooks on the tensors of its last loss hold DeepSpeed's engine, where no collector sees them

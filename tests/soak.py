@@ -51,7 +51,9 @@ def draw(seed: int) -> Case:
         fold["micro_batch_group"] = r.randint(P, M)
     if r.random() < 0.2:
         fold["head_backward"] = "immediate"
-    config = {"zero": r.randint(0, 1), "clip": r.choice([0.0, 0.5])}
+    fold["overlap_grad_reduce"] = r.choice(["off", "segment"])
+    fold["overlap_param_gather"] = r.random() < 0.5
+    config = {"zero": r.randint(0, 2), "clip": r.choice([0.0, 0.5])}
     if r.random() < 0.3:
         config["pipeline"] = {"activation_checkpoint_interval": r.randint(1, 3), "use_reentrant": r.random() < 0.5}
     layers = _draw_layers(r, v * P + r.randint(0, 4))
@@ -153,7 +155,7 @@ def prove(case: Case) -> None:
     from ds_fold.config import fold_config
     fold = fold_config({"ds_fold": case.fold})
     fold.check(case.P, case.M, len(case.layers))
-    fold.train_program(case.P, case.M)
+    fold.train_program(case.P, case.M, case.config["zero"])
     fold.eval_program(case.P, case.M)
 
 
