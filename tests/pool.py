@@ -55,10 +55,18 @@ class RankPool:
     def run(self, function, *args, timeout: float = TIMEOUT_S, **kwargs):
         if not self.ranks:
             self.start()
-        task = cloudpickle.dumps((function, args, kwargs))
+        results, errors = self._everywhere(cloudpickle.dumps((function, args, kwargs)), timeout)
+        if self.ranks:  # only now: a rank that closes its groups early resets the connections of those that still use them
+            errors.update(self._everywhere(cloudpickle.dumps((_leave_nothing_behind, (), {})), timeout)[1])
+        if errors:
+            raise RankError(errors)
+        return results
+
+    def _everywhere(self, task: bytes, timeout: float):
+        """Results by rank, and the errors of those that failed. Without ranks afterwards if one did not finish."""
         for _, connection in self.ranks:
             connection.send_bytes(task)
-        results, errors = [None] * self.world_size, {}
+        results, errors, died = [None] * self.world_size, {}, False
         deadline = time.monotonic() + timeout
         waiting = dict(enumerate(self.ranks))
         while waiting and time.monotonic() < deadline:
@@ -70,7 +78,7 @@ class RankPool:
                 try:
                     ok, value = cloudpickle.loads(connection.recv_bytes())
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value, died = False, "the process died", True
                 if ok:
                     results[rank] = value
                 else:
@@ -81,9 +89,9 @@ class RankPool:
             self.close()
             if not errors:
                 raise TimeoutError(f"ranks {sorted(waiting)} of {self.world_size} did not finish in {timeout} s\n{stacks}")
-        if errors:
-            raise RankError(errors)
-        return results
+        if died:
+            self.close()
+        return results, errors
 
     def _stacks(self, waiting) -> str:
         for process, _ in waiting.values():
@@ -139,21 +147,16 @@ def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
             task = connection.recv_bytes()
         except EOFError:
             break
-        answer = _attempt(_run, task)
-        left = _attempt(_leave_nothing_behind)  # its frame has ended: nothing holds what the task made
-        connection.send_bytes(cloudpickle.dumps(answer if left[0] else left))
-
-
-def _attempt(function, *args):
-    try:
-        return True, function(*args)
-    except BaseException:
-        return False, traceback.format_exc()
+        try:
+            answer = True, _run(task)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send_bytes(cloudpickle.dumps(answer))
 
 
 def _run(task: bytes):
     function, args, kwargs = cloudpickle.loads(task)
-    return function(*args, **kwargs)
+    return function(*args, **kwargs)  # in a frame that has ended when what the task made is let go of
 
 
 def _leave_nothing_behind() -> None:
@@ -177,6 +180,6 @@ def _destroy_engines() -> None:
     import gc
 
     from deepspeed.runtime.engine import DeepSpeedEngine
-    for engine in [o for o in gc.get_objects() if isinstance(o, DeepSpeedEngine)]:
+    for engine in [o for o in gc.get_objects() if issubclass(type(o), DeepSpeedEngine)]:  # isinstance asks what weak proxies hold
         engine.destroy()
         vars(engine).clear()  # hooks on the tensors of its last loss hold DeepSpeed's engine, where no collector sees them

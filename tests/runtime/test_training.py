@@ -329,13 +329,16 @@ def test_nothing_grows_over_fifty_steps(fold):
             if step in (9, 29, 49):
                 gc.collect()
                 hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in engine.module.parameters())
-                tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
-                seen.append((threading.active_count(), hooks, len(engine._slots), len(engine._schedules), tensors,
-                             getattr(engine.optimizer, "_backward_active_depth", 0)))
+                tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+                counts = (threading.active_count(), hooks, len(engine._slots), len(engine._schedules),
+                          getattr(engine.optimizer, "_backward_active_depth", 0))
+                seen.append((counts, tensors))
         return seen
 
     for seen in RankPool.of(4).run(job, fold):
-        assert seen[0] == seen[1] == seen[2]
+        counts, tensors = zip(*seen)
+        assert counts[0] == counts[1] == counts[2]
+        assert max(tensors) - min(tensors) <= 2, tensors  # the last message may or may not have gone
 
 
 def test_a_destroyed_engine_leaves_no_process_group_of_its_own():
