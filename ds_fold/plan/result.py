@@ -1,0 +1,214 @@
+"""What a simulation found: one step of the steady state, as numbers per rank and as a timeline."""
+
+from functools import cached_property
+from typing import Dict, Iterable, List, NamedTuple, Tuple
+
+from ..events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING, Event, Timeline
+from ..schedule.actions import (
+    RECV_ACT,
+    RECV_GRAD,
+    SEND_ACT,
+    STEP,
+    WAIT_GATHER,
+    WAIT_RECV_ACT,
+    WAIT_RECV_GRAD,
+    WAIT_REDUCE,
+    WAIT_SEND_ACT,
+    WAIT_SEND_GRAD,
+    B,
+    F,
+    Program,
+)
+from .costs import Costs
+
+#: what a rank may wait in
+WAITS = (WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD, WAIT_REDUCE, STEP, WAIT_GATHER)
+
+
+class Transfer(NamedTuple):
+    """A reduction or gather on the wire, in the step's seconds; what lies outside of the step is cut off."""
+    action: str
+    start: float
+    end: float
+    bytes: int
+
+
+class Record(NamedTuple):
+    """What one pipeline rank did in the step, in seconds since its begin.
+
+    Attributes:
+        begun, ended: of each action of its program.
+        message_ends: op of a send -> when each was over, in order.
+        transfers: in order of time, one at a time.
+    """
+    begun: List[float]
+    ended: List[float]
+    message_ends: Dict[str, List[float]]
+    transfers: List[Transfer]
+
+
+class RankSummary(NamedTuple):
+    """One pipeline rank in one step.
+
+    Attributes:
+        compute_s: forwards and backwards.
+        transfer_s: data-parallel transfers were on the wire.
+        exposed_s: of that, the time in which the rank computed nothing.
+        waits_s: op -> time in it; :data:`STEP` is the agreement on the gradients' norm.
+        peak_slots: most live activations, in forwards of a micro-batch through all of the rank's chunks.
+        peak_bytes: most memory held: parameters, gradients, optimizer state, activations and messages.
+    """
+    compute_s: float
+    transfer_s: float
+    exposed_s: float
+    waits_s: Dict[str, float]
+    peak_slots: float
+    peak_bytes: float
+
+
+class Result:
+    """One step of the steady state.
+
+    Attributes:
+        program, costs, D, zero_stage: what was simulated.
+        steps_s: time of every simulated step; the last is the steady state's.
+        step_s: the last of them.
+        records: per pipeline rank.
+    """
+
+    def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record]):
+        self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
+        self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which an average rank runs no forward and no backward."""
+        return 1 - sum(rank.compute_s for rank in self.ranks) / (len(self.ranks) * self.step_s)
+
+    @property
+    def hidden(self) -> float:
+        """Share of the data-parallel communication's time behind which its rank computes; 1 where there is none."""
+        total = sum(rank.transfer_s for rank in self.ranks)
+        return 1 - sum(rank.exposed_s for rank in self.ranks) / total if total else 1.0
+
+    @cached_property
+    def ranks(self) -> List[RankSummary]:
+        """Per pipeline rank."""
+        return [self._summary(r) for r in range(self.program.P)]
+
+    def _summary(self, r: int) -> RankSummary:
+        record, overhead = self.records[r], self.costs.overhead_s
+        waits = dict.fromkeys(WAITS, 0.0)
+        compute: List[Tuple[float, float]] = []
+        live = peak_live = 0
+        for a, start, end in zip(self.program.ranks[r], record.begun, record.ended):
+            if a.op == F:
+                compute.append((start, end))
+                live += 1
+                peak_live = max(peak_live, live)
+            elif a.op == B:
+                compute.append((start, end))
+                live -= 1
+            elif a.op in waits:
+                waits[a.op] += self._waited_until(r, a.op, end) - start
+        busy = sum(end - start - overhead for start, end in compute)
+        on_wire = sum(t.end - t.start for t in record.transfers)
+        behind = _overlap(compute, [(t.start, t.end) for t in record.transfers])
+        peak = max((held for _, held in self.memory(r)), default=0.0)
+        return RankSummary(busy, on_wire, on_wire - behind, waits, peak_live / self.program.v, peak)
+
+    def _waited_until(self, r: int, op: str, end: float) -> float:
+        """When the waiting in an action was over; what follows is the rank's own work."""
+        if op == STEP:
+            return end - self.costs.optimizer_s(r, self.D, self.zero_stage)
+        return end - self.costs.overhead_s if op in (WAIT_RECV_ACT, WAIT_RECV_GRAD) else end
+
+    def memory(self, r: int) -> Iterable[Tuple[float, float]]:
+        """(time, bytes held from then on) of pipeline rank r, in order of time.
+
+        Parameters and optimizer state (a D-th of it with ZeRO 1 and 2) are always there, and so are the gradients, but for ZeRO-2:
+        there from a segment's first backward until its reduction was waited for. Activations live from the begin of the forward to
+        the end of the backward, buffers of messages from their post to their use and from their making to the end of their send.
+        """
+        costs, P, zero2 = self.costs, self.program.P, self.zero_stage == 2
+        trainable = costs.of_rank(costs.trainable_bytes, r)
+        held = costs.of_rank(costs.parameter_bytes, r)
+        held += trainable * costs.optimizer_bytes_per_byte / (self.D if self.zero_stage else 1)
+        if not zero2:
+            held += trainable
+        yield 0.0, held
+        accumulating = set()
+        for (op, k, _), start, end in zip(self.program.ranks[r], self.records[r].begun, self.records[r].ended):
+            s = k * P + r
+            if op == F:
+                held += costs.activation_bytes[s]
+                yield start, held
+                if P > 1 and s > 0:  # the input is part of them
+                    held -= costs.boundary_bytes[s - 1]
+                    yield start, held
+            elif op == B:
+                if zero2 and k not in accumulating:
+                    accumulating.add(k)
+                    held += costs.trainable_bytes[s]
+                    yield start, held
+                if P > 1 and s > 0:
+                    held += costs.boundary_bytes[s - 1]  # the input's gradient
+                    yield start, held
+                held -= costs.activation_bytes[s] + (costs.boundary_bytes[s] if P > 1 and s + 1 < len(costs.forward_s) else 0.0)
+                yield end, held
+            elif op == RECV_ACT:
+                held += costs.boundary_bytes[s - 1]
+                yield start, held
+            elif op == RECV_GRAD:
+                held += costs.boundary_bytes[s]
+                yield start, held
+            elif op == WAIT_SEND_GRAD:
+                held -= costs.boundary_bytes[s - 1]
+                yield end, held
+            elif op == WAIT_REDUCE and zero2:
+                held -= costs.trainable_bytes[s]
+                yield end, held
+
+    def timeline(self, title: str = "simulation") -> Timeline:
+        """The step as events of the first replica's ranks; the other replicas do the same.
+
+        A send lasts from its launch to its end, a reduction or gather as long as it is on the wire: a gather that is waited for in
+        the next step appears at this step's begin, too, as the one of the step before.
+        """
+        P, D = self.program.P, self.D
+        events: List[Event] = []
+        for r, record in enumerate(self.records):
+            sends = {op: zip(ends, self._message_bytes(r, op)) for op, ends in record.message_ends.items()}
+            rank = r * D
+            for a, start, end in zip(self.program.ranks[r], record.begun, record.ended):
+                name = str(a)
+                if a.op in (F, B):
+                    events.append(Event(rank, COMPUTE, name, start, end))
+                elif a.op in sends:
+                    over, size = next(sends[a.op])
+                    events.append(Event(rank, PIPELINE, name, end, over, size))
+                elif a.op in WAITS:
+                    until = self._waited_until(r, a.op, end)
+                    if until > start:
+                        events.append(Event(rank, WAITING, name, start, until))
+                    if a.op == STEP and end > until:
+                        events.append(Event(rank, COMPUTE, name, until, end))
+            events += [Event(rank, DATA_PARALLEL, *transfer) for transfer in record.transfers]
+        return Timeline(title, P, D, self.program.v, self.program.M, events, [0.0, self.step_s],
+                        {"bubble fraction": self.bubble_fraction, "hidden": self.hidden})
+
+    def _message_bytes(self, r: int, op: str) -> Iterable[int]:
+        shift = 0 if op == SEND_ACT else -1
+        return (int(self.costs.boundary_bytes[a.segment * self.program.P + r + shift]) for a in self.program.ranks[r] if a.op == op)
+
+
+def _overlap(first: List[Tuple[float, float]], second: List[Tuple[float, float]]) -> float:
+    """Length of the intersection of two lists of disjoint intervals, each in order."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,312 @@
+"""Runs a program on costs instead of hardware: when every action begins and ends, what is exposed, and how much memory is held.
+
+The simulator interprets the list of actions that the engine interprets, on all pipeline ranks of one replica; the others do the
+same at the same time. A rank runs its actions one after the other on a clock of its own, ahead of the network's, until it waits
+for a transfer; the network tells when that is over.
+"""
+
+from collections import deque
+from typing import Callable, Dict, List, Optional, Tuple
+
+from ..schedule.actions import (
+    GATHER,
+    LOAD,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    REDUCE_TIED,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    WAIT_GATHER,
+    WAIT_RECV_ACT,
+    WAIT_RECV_GRAD,
+    WAIT_REDUCE,
+    WAIT_SEND_ACT,
+    WAIT_SEND_GRAD,
+    B,
+    F,
+    Program,
+)
+from .costs import Cluster, Costs, PlanError
+from .network import Channel, Network, Port
+from .result import Record, Result, Transfer
+
+#: steps of which the last two must take equally long, and how equal
+MOST_STEPS, TOLERANCE = 20, 1e-6
+
+
+class _Rank:
+    """A pipeline rank: its program, its clock and its ends of the channels."""
+
+    def __init__(self, r: int, program: Program, costs: Costs, bulk: Channel):
+        self.r, self.actions = r, program.ranks[r]
+        chunks = slice(r, None, program.P)
+        self.forward_s = [t + costs.overhead_s for t in costs.forward_s[chunks]]
+        self.backward_s = [t + costs.overhead_s for t in costs.backward_s[chunks]]
+        self.message_s = costs.overhead_s
+        # (bytes, delay), by segment
+        self.act_sizes = self.grad_sizes = self.reduce_sizes = self.gather_sizes = ()
+        self.step_s = 0.0
+        self.act_out = self.act_in = self.grad_out = self.grad_in = None
+        self.bulk = bulk
+        self.reductions: List[int] = []  # of each segment, its number in the bulk channel
+        self.gathers: Dict[int, int] = {}  # the same; of this step or of the one before
+        self.clock = 0.0
+        self.released: Optional[float] = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.at = 0
+        self.begun: List[float] = []  # of each action
+        self.ended: List[float] = []
+        self.sends_waited = {SEND_ACT: 0, SEND_GRAD: 0}
+        self.receives_waited = {RECV_ACT: 0, RECV_GRAD: 0}
+        self.reductions = {}
+
+
+class _Simulation:
+
+    def __init__(self, ranks: List[_Rank], network: Network, agreement_s: float):
+        self.ranks, self.network, self.agreement_s = ranks, network, agreement_s
+        self.runnable = deque(ranks)
+        self.met, self.latest = 0, 0.0
+
+    def step(self) -> float:
+        """Run all ranks through their programs and let them agree that they are done. Returns when."""
+        runnable, network = self.runnable, self.network
+        while True:
+            while runnable:
+                if self._run(runnable.popleft()):
+                    return self.ranks[0].released
+            try:
+                runnable.extend(network.next())
+            except IndexError:
+                stuck = ", ".join(f"rank {me.r} at {me.actions[me.at]}" for me in self.ranks if me.at < len(me.actions))
+                raise PlanError(f"the program deadlocks: {stuck}") from None
+
+    def _run(self, me: _Rank) -> bool:
+        """Run a rank until it waits. True for the last that is through."""
+        actions, begun, ended, handlers = me.actions, me.begun, me.ended, HANDLERS
+        at, end = me.at, len(me.actions)
+        while at < end:
+            op, k, m = actions[at]
+            clock = me.clock
+            if not handlers[op](self, me, k):
+                me.at = at
+                return False
+            begun.append(clock)
+            ended.append(me.clock)
+            at += 1
+        me.at = at
+        return self.meet(me)
+
+    def meet(self, me: _Rank) -> bool:
+        """All ranks wait for each other. True once they have, with ``me.released`` the time."""
+        if me.released is not None:
+            return True
+        self.met += 1
+        self.latest = max(self.latest, me.clock)
+        if self.met < len(self.ranks):
+            return False
+        for rank in self.ranks:
+            rank.released = self.latest + self.agreement_s
+        self.met = 0
+        self.runnable.extend(rank for rank in self.ranks if rank is not me)
+        return True
+
+
+def _compute(me: _Rank, seconds: float) -> bool:
+    me.clock += seconds
+    return True
+
+
+def _send(sim: _Simulation, me: _Rank, channel: Channel, size) -> bool:
+    me.clock += me.message_s
+    sim.network.send(channel, me.clock, size)
+    return True
+
+
+def _post(sim: _Simulation, me: _Rank, channel: Channel) -> bool:
+    sim.network.post(channel, me.clock)
+    return True
+
+
+def _wait(me: _Rank, channel: Channel, j: int) -> bool:
+    ends = channel.ends
+    if j >= len(ends):
+        channel.parked.append(me)
+        return False
+    if ends[j] > me.clock:
+        me.clock = ends[j]
+    return True
+
+
+def _wait_send(me: _Rank, channel: Channel, op: str) -> bool:
+    if not _wait(me, channel, me.sends_waited[op]):
+        return False
+    me.sends_waited[op] += 1
+    return True
+
+
+def _wait_receive(me: _Rank, channel: Channel, op: str) -> bool:
+    if not _wait(me, channel, me.receives_waited[op]):
+        return False
+    me.receives_waited[op] += 1
+    me.clock += me.message_s
+    return True
+
+
+def _reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
+    # DeepSpeed's wrappers reduce all segments at segment 0's launch and block; the wait comes next, so the time is the same
+    if me.reduce_sizes[k]:
+        me.reductions[k] = sim.network.launch(me.bulk, me.clock, me.reduce_sizes[k])
+    return True
+
+
+def _wait_reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
+    return k not in me.reductions or _wait(me, me.bulk, me.reductions[k])
+
+
+def _step(sim: _Simulation, me: _Rank, k: int) -> bool:
+    if not sim.meet(me):  # the norm of all gradients
+        return False
+    me.clock, me.released = me.released + me.step_s, None
+    return True
+
+
+def _gather(sim: _Simulation, me: _Rank, k: int) -> bool:
+    if me.gather_sizes[k]:
+        me.gathers[k] = sim.network.launch(me.bulk, me.clock, me.gather_sizes[k])
+    return True
+
+
+def _wait_gather(sim: _Simulation, me: _Rank, k: int) -> bool:
+    return k not in me.gathers or _wait(me, me.bulk, me.gathers[k])
+
+
+def _nothing(sim: _Simulation, me: _Rank, k: int) -> bool:
+    return True
+
+
+#: op -> how it runs; False: the rank waits, and tries again when something has ended.
+HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
+    LOAD: _nothing,
+    F: lambda sim, me, k: _compute(me, me.forward_s[k]),
+    B: lambda sim, me, k: _compute(me, me.backward_s[k]),
+    SEND_ACT: lambda sim, me, k: _send(sim, me, me.act_out, me.act_sizes[k]),
+    WAIT_SEND_ACT: lambda sim, me, k: _wait_send(me, me.act_out, SEND_ACT),
+    RECV_ACT: lambda sim, me, k: _post(sim, me, me.act_in),
+    WAIT_RECV_ACT: lambda sim, me, k: _wait_receive(me, me.act_in, RECV_ACT),
+    SEND_GRAD: lambda sim, me, k: _send(sim, me, me.grad_out, me.grad_sizes[k]),
+    WAIT_SEND_GRAD: lambda sim, me, k: _wait_send(me, me.grad_out, SEND_GRAD),
+    RECV_GRAD: lambda sim, me, k: _post(sim, me, me.grad_in),
+    WAIT_RECV_GRAD: lambda sim, me, k: _wait_receive(me, me.grad_in, RECV_GRAD),
+    REDUCE_TIED: _nothing,
+    REDUCE: _reduce,
+    WAIT_REDUCE: _wait_reduce,
+    STEP: _step,
+    GATHER: _gather,
+    WAIT_GATHER: _wait_gather,
+}
+
+
+def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_stage: int = 1, priority: bool = False,
+             stock_optimizer: bool = False, data_parallel: bool = True) -> Result:
+    """Run ``program`` step after step until a step takes as long as the one before.
+
+    Args:
+        program: one that ``verify`` accepts.
+        costs: of the same fold.
+        cluster: at least P*D ranks.
+        D: replicas.
+        zero_stage: 0: an all-reduce; 1 and 2: a reduce-scatter, and a gather of what was stepped elsewhere.
+        priority: messages of the pipeline go before data-parallel transfers on a network card. Without it, all connections that
+            are active share a card equally, as TCP does.
+        stock_optimizer: DeepSpeed's wrappers, whose ZeRO-1 all-reduces whole gradients.
+        data_parallel: False leaves out reductions and gathers: what the schedule alone takes.
+
+    Raises:
+        PlanError: program, costs and cluster do not belong together, the program deadlocks, or steps do not repeat.
+    """
+    P, v = program.P, program.v
+    if (costs.P, len(costs.forward_s)) != (P, v * P):
+        raise PlanError(f"the program has {P} pipeline ranks x {v} segments, but the costs are those of {costs.P} ranks and "
+                        f"{len(costs.forward_s)} chunks")
+    cluster.check(P, D)
+    shared = min(D, cluster.ranks_per_host)  # replicas on a host: the one that runs here gets its share of the card
+    network = Network(priority)
+    ranks = _connect(program, costs, cluster, D, shared)
+    for me in ranks:
+        exchanges = [cluster.exchange(size if data_parallel else 0.0, D) for size in costs.trainable_bytes[me.r::P]]
+        if cluster.ranks_per_host < D:  # bytes on the host's card; this replica moves its share of them on its share of the card
+            exchanges = [e._replace(bytes=e.bytes / shared) for e in exchanges]
+        me.step_s = costs.optimizer_s(me.r, D, zero_stage)
+        whole = zero_stage == 0 or stock_optimizer
+        me.reduce_sizes = [(e.twice() if whole else e) if e.bytes else None for e in exchanges]
+        me.gather_sizes = [e if zero_stage and e.bytes else None for e in exchanges]
+    simulation = _Simulation(ranks, network, cluster.agreement_s(P * D))
+    begin, steps = 0.0, []
+    while True:
+        end = simulation.step()
+        steps.append(end - begin)
+        # nothing in flight: the next step begins like this one did
+        repeats = all(me.bulk.idle for me in ranks) if len(steps) == 1 else abs(steps[-1] - steps[-2]) <= TOLERANCE * steps[-1]
+        if repeats:
+            return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks])
+        if len(steps) == MOST_STEPS:
+            raise PlanError(f"steps do not repeat after {MOST_STEPS}: {steps}")
+        begin = end
+        simulation.runnable.clear()
+        for me in ranks:
+            me.clock, me.released = end, None
+            me.begin()
+            for channel in (me.act_out, me.grad_out):
+                if channel is not None:
+                    channel.forget()
+            simulation.runnable.append(me)
+
+
+def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: int) -> List[_Rank]:
+    """The ranks with their channels; ranks of a host share its card."""
+    P = program.P
+    cards: Dict[Tuple[int, str], Port] = {}
+
+    def port(r: int, direction: str, local: bool) -> Port:
+        key = (r if local else -1 - cluster.host(r, D), direction)
+        if key not in cards:
+            cards[key] = Port(cluster.intra_host.rate if local else cluster.inter_host.rate / shared)
+        return cards[key]
+
+    replicas_local = 1 < D <= cluster.ranks_per_host
+    ranks = [
+        _Rank(r, program, costs, Channel(port(r, "out", replicas_local), port(r, "in", replicas_local), is_bulk=True))
+        for r in range(P)
+    ]
+    for me in ranks if P > 1 else ():
+        other = ranks[(me.r + 1) % P]
+        local = cluster.host(me.r, D) == cluster.host(other.r, D)
+        latency = (cluster.intra_host if local else cluster.inter_host).latency_s
+        if me.r < P - 1 or program.v > 1:  # the last edge is the wrap-around
+            me.act_out = other.act_in = Channel(port(me.r, "out", local), port(other.r, "in", local))
+            other.grad_out = me.grad_in = Channel(port(other.r, "out", local), port(me.r, "in", local))
+            # a message's bytes are those of the boundary behind its lower virtual stage
+            sizes = [(size, latency) for size in costs.boundary_bytes[me.r::P]]
+            me.act_sizes = sizes
+            other.grad_sizes = sizes if other.r else [(0.0, 0.0), *sizes]
+    return ranks
+
+
+def _record(me: _Rank, begin: float, end: float) -> Record:
+    launches = [a for a in me.actions if (a.op == REDUCE and me.reduce_sizes[a.segment])
+                or (a.op == GATHER and me.gather_sizes[a.segment])]
+    bulk, transfers = me.bulk, []
+    first = max(0, len(bulk.sizes) - 2 * len(launches))  # this step's, and those of the step before that were still in flight
+    for j, a in enumerate((launches + launches)[-len(bulk.sizes[first:]):] if launches else (), first):
+        if j < len(bulk.begun) and bulk.begun[j] < end:
+            over = min(bulk.ends[j], end) if j < len(bulk.ends) else end
+            if over > begin:
+                transfers.append(Transfer(str(a), max(bulk.begun[j], begin) - begin, over - begin, int(bulk.sizes[j][0])))
+    ends = {op: [t - begin for t in channel.ends]
+            for op, channel in ((SEND_ACT, me.act_out), (SEND_GRAD, me.grad_out)) if channel is not None}
+    return Record([t - begin for t in me.begun], [t - begin for t in me.ended], ends, transfers)
