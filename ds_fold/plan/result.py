@@ -8,6 +8,7 @@ from ..schedule.actions import (
     RECV_ACT,
     RECV_GRAD,
     SEND_ACT,
+    SEND_GRAD,
     STEP,
     WAIT_GATHER,
     WAIT_RECV_ACT,
@@ -26,8 +27,9 @@ WAITS = (WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD, WAIT_REDU
 
 
 class Transfer(NamedTuple):
-    """A reduction or gather on the wire, in the step's seconds; what lies outside of the step is cut off."""
+    """A reduction or gather that was on the wire from start to end, in the step's seconds, cut to the step."""
     action: str
+    launch: float
     start: float
     end: float
     bytes: int
@@ -38,12 +40,12 @@ class Record(NamedTuple):
 
     Attributes:
         begun, ended: of each action of its program.
-        message_ends: op of a send -> when each was over, in order.
+        messages: op of a send or receive -> (both ends were ready, over) of each, in order.
         transfers: in order of time, one at a time.
     """
     begun: List[float]
     ended: List[float]
-    message_ends: Dict[str, List[float]]
+    messages: Dict[str, List[Tuple[float, float]]]
     transfers: List[Transfer]
 
 
@@ -170,36 +172,29 @@ class Result:
                 yield end, held
 
     def timeline(self, title: str = "simulation") -> Timeline:
-        """The step as events of the first replica's ranks; the other replicas do the same.
+        """The step as events of all ranks; replicas do the same.
 
-        A send lasts from its launch to its end, a reduction or gather as long as it is on the wire: a gather that is waited for in
-        the next step appears at this step's begin, too, as the one of the step before.
+        Reductions and gathers last from their launch to their end. A gather that is waited for in the next step appears at this
+        step's begin, as the one of the step before, and from its launch to this step's end.
         """
-        P, D = self.program.P, self.D
+        P, D, boundary = self.program.P, self.D, self.costs.boundary_bytes
         events: List[Event] = []
         for r, record in enumerate(self.records):
-            sends = {op: zip(ends, self._message_bytes(r, op)) for op, ends in record.message_ends.items()}
-            rank = r * D
+            messages = {op: iter(spans) for op, spans in record.messages.items()}
+            mine = [(DATA_PARALLEL, t.action, t.launch, t.end, t.bytes) for t in record.transfers]
             for a, start, end in zip(self.program.ranks[r], record.begun, record.ended):
-                name = str(a)
-                if a.op in (F, B):
-                    events.append(Event(rank, COMPUTE, name, start, end))
-                elif a.op in sends:
-                    over, size = next(sends[a.op])
-                    events.append(Event(rank, PIPELINE, name, end, over, size))
+                if a.op in messages:
+                    ready, over = next(messages[a.op])
+                    s = a.segment * P + r
+                    size = int(boundary[s if a.op in (SEND_ACT, RECV_GRAD) else s - 1])
+                    mine.append((PIPELINE, str(a), end if a.op in (SEND_ACT, SEND_GRAD) else ready, over, size))
+                elif a.op in (F, B, STEP):
+                    mine.append((COMPUTE, str(a), start, end, 0))
                 elif a.op in WAITS:
-                    until = self._waited_until(r, a.op, end)
-                    if until > start:
-                        events.append(Event(rank, WAITING, name, start, until))
-                    if a.op == STEP and end > until:
-                        events.append(Event(rank, COMPUTE, name, until, end))
-            events += [Event(rank, DATA_PARALLEL, *transfer) for transfer in record.transfers]
+                    mine.append((WAITING, str(a), start, end, 0))
+            events += [Event(r * D + d, *event) for d in range(D) for event in mine if event[3] > event[2]]
         return Timeline(title, P, D, self.program.v, self.program.M, events, [0.0, self.step_s],
                         {"bubble fraction": self.bubble_fraction, "hidden": self.hidden})
-
-    def _message_bytes(self, r: int, op: str) -> Iterable[int]:
-        shift = 0 if op == SEND_ACT else -1
-        return (int(self.costs.boundary_bytes[a.segment * self.program.P + r + shift]) for a in self.program.ranks[r] if a.op == op)
 
 
 def _overlap(first: List[Tuple[float, float]], second: List[Tuple[float, float]]) -> float:

@@ -298,15 +298,15 @@ def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: i
 
 
 def _record(me: _Rank, begin: float, end: float) -> Record:
+    channels = {SEND_ACT: me.act_out, SEND_GRAD: me.grad_out, RECV_ACT: me.act_in, RECV_GRAD: me.grad_in}
+    messages = {op: [(ready - begin, over - begin) for ready, over in zip(channel.ready, channel.ends)]
+                for op, channel in channels.items() if channel is not None}
     launches = [a for a in me.actions if (a.op == REDUCE and me.reduce_sizes[a.segment])
                 or (a.op == GATHER and me.gather_sizes[a.segment])]
-    bulk, transfers = me.bulk, []
-    first = max(0, len(bulk.sizes) - 2 * len(launches))  # this step's, and those of the step before that were still in flight
-    for j, a in enumerate((launches + launches)[-len(bulk.sizes[first:]):] if launches else (), first):
-        if j < len(bulk.begun) and bulk.begun[j] < end:
-            over = min(bulk.ends[j], end) if j < len(bulk.ends) else end
-            if over > begin:
-                transfers.append(Transfer(str(a), max(bulk.begun[j], begin) - begin, over - begin, int(bulk.sizes[j][0])))
-    ends = {op: [t - begin for t in channel.ends]
-            for op, channel in ((SEND_ACT, me.act_out), (SEND_GRAD, me.grad_out)) if channel is not None}
-    return Record([t - begin for t in me.begun], [t - begin for t in me.ended], ends, transfers)
+    transfers = []
+    for j, start in enumerate(me.bulk.begun):
+        over = min(me.bulk.ends[j] if j < len(me.bulk.ends) else end, end)
+        if begin < over and start < over:
+            transfers.append(Transfer(str(launches[j % len(launches)]), max(me.bulk.ready[j], begin) - begin,
+                                      max(start, begin) - begin, over - begin, int(me.bulk.sizes[j][0])))
+    return Record([t - begin for t in me.begun], [t - begin for t in me.ended], messages, transfers)

@@ -40,7 +40,7 @@ def test_the_closed_forms_hold_with_free_communication(schedule, P, v, M, overla
 def test_computes_run_when_compute_times_says(schedule, P, v, M):
     whole = program(schedule, P, v, M)
     timeline = simulate(whole, Costs.uniform(P, v, 1.0, 1.5), FREE).timeline()
-    simulated = {(e.rank, e.action): (e.start, e.end) for e in timeline.events if e.track == COMPUTE}
+    simulated = {(e.rank, e.action): (e.start, e.end) for e in timeline.events if e.action[0] in "FB"}
     expected = {(span.rank, str(span.action)): (span.start, span.end) for span in compute_times(whole, 1.0, 1.5)}
     assert simulated.keys() == expected.keys()
     assert all(simulated[key] == pytest.approx(expected[key]) for key in expected)
@@ -114,9 +114,9 @@ def test_gathers_are_paid_for_in_the_next_step():
     rank, = result.ranks
     assert (rank.compute_s, rank.transfer_s, rank.exposed_s) == pytest.approx((6, 12, 9)) and result.hidden == pytest.approx(0.25)
     assert rank.waits_s["WG"] == pytest.approx(3 + 2) and rank.waits_s["WR"] == pytest.approx(4)
-    assert [(t.action, t.start, t.end) for t in result.records[0].transfers] == [
-        ("G0", pytest.approx(0), pytest.approx(3)), ("G1", pytest.approx(3), pytest.approx(6)),
-        ("R1", pytest.approx(9), pytest.approx(12)), ("R0", pytest.approx(12), pytest.approx(15))]
+    # launched at, on the wire from, to
+    expected = {"G0": (0, 0, 3), "G1": (0, 3, 6), "R1": (9, 9, 12), "R0": (11, 12, 15)}
+    assert {t.action: t[1:4] for t in result.records[0].transfers} == {action: pytest.approx(t) for action, t in expected.items()}
 
 
 @pytest.mark.parametrize("zero_stage,stock,exchanges", [(0, True, 2), (1, True, 3), (1, False, 2), (2, False, 2)])
@@ -191,17 +191,20 @@ def test_the_timeline_tells_all():
     result = simulate(whole, Costs.uniform(2, 2, 1.0, boundary_bytes=1.0, trainable_bytes=8.0), network(4.0), D=2)
     timeline = result.timeline("t")
     assert timeline[:5] == ("t", 2, 2, 2, 3) and timeline.steps == [0.0, result.step_s]
-    assert {e.rank for e in timeline.events} == {0, 2}  # the first replica's
-    for track in (COMPUTE, DATA_PARALLEL, WAITING):
-        for rank in (0, 2):
-            spans = sorted((e.start, e.end) for e in timeline.events if (e.rank, e.track) == (rank, track))
-            assert spans and all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:]))
-    assert all(-1e-9 <= e.start <= e.end <= result.step_s + 1e-9 for e in timeline.events)
-    sends = {e.action: e for e in timeline.events if e.track == PIPELINE and e.rank == 0}
-    assert set(sends) == {str(a) for a in whole.ranks[0] if a.op in ("SA", "SG")} and {e.bytes for e in sends.values()} == {1}
-    computed = {e.action: e for e in timeline.events if e.track == COMPUTE and e.rank == 0}
-    assert sends["SA0.0"].start == pytest.approx(computed["F0.0"].end)
-    assert {e.action for e in timeline.events if e.track == DATA_PARALLEL and e.rank == 2} == {"R0", "R1", "G0", "G1"}
+    assert all(0 <= e.start < e.end <= result.step_s + 1e-9 for e in timeline.events)
+    by_rank = [[e[1:] for e in timeline.events if e.rank == rank] for rank in range(4)]
+    assert by_rank[0] == by_rank[1] and by_rank[2] == by_rank[3]  # replicas
+    for events in by_rank:
+        own = sorted((start, end) for track, _, start, end, _ in events if track in (COMPUTE, WAITING))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(own, own[1:]))
+        assert {action for track, action, *_ in events if track == DATA_PARALLEL} == {"R0", "R1", "G0", "G1"}
+    spans = {(e.rank, e.track, e.action): (e.start, e.end) for e in timeline.events}
+    messages = {(rank, action) for rank, track, action in spans if track == PIPELINE}
+    assert messages == {(2 * r + d, str(a)) for r in range(2) for d in range(2) for a in whole.ranks[r] if a.op in
+                        ("SA", "SG", "RA", "RG")}
+    assert {e.bytes for e in timeline.events if e.track == PIPELINE} == {1}
+    sent, received = spans[0, PIPELINE, "SA0.0"], spans[2, PIPELINE, "RA0.0"]
+    assert sent[0] == spans[0, COMPUTE, "F0.0"][1] and sent[1] == received[1] == spans[2, COMPUTE, "F0.0"][0]
 
 
 def test_what_does_not_belong_together_is_refused():
