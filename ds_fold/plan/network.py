@@ -52,11 +52,6 @@ class Channel:
         self.begun: List[float] = []
         self.ends: List[float] = []
 
-    @property
-    def idle(self) -> bool:
-        """Everything that was launched is over."""
-        return len(self.ends) == len(self.ready)
-
 
 class Network:
     """The transfers of all channels in order of time. With ``priority``, bulk gets what messages leave."""

@@ -32,8 +32,8 @@ from .costs import Cluster, Costs, PlanError
 from .network import Channel, Network, Port
 from .result import Record, Result, Transfer
 
-#: steps of which the last two must take equally long, and how equal
-MOST_STEPS, TOLERANCE = 20, 1e-6
+#: steps after which a steady state must be found, and how alike two steps must be, relative to their time
+MOST_STEPS, TOLERANCE = 20, 1e-9
 
 
 class _Rank:
@@ -44,14 +44,14 @@ class _Rank:
         chunks = slice(r, None, program.P)
         self.forward_s = [t + costs.overhead_s for t in costs.forward_s[chunks]]
         self.backward_s = [t + costs.overhead_s for t in costs.backward_s[chunks]]
-        self.message_s = costs.overhead_s
+        self.overhead_s = costs.overhead_s
         # (bytes, delay), by segment
         self.act_sizes = self.grad_sizes = self.reduce_sizes = self.gather_sizes = ()
         self.step_s = 0.0
         self.act_out = self.act_in = self.grad_out = self.grad_in = None
         self.bulk = bulk
-        self.reductions: List[int] = []  # of each segment, its number in the bulk channel
-        self.gathers: Dict[int, int] = {}  # the same; of this step or of the one before
+        #: segment -> number of its latest gather in the bulk channel: of this step or of the one before
+        self.gathers: Dict[int, int] = {}
         self.clock = 0.0
         self.released: Optional[float] = None
         self.begin()
@@ -60,9 +60,9 @@ class _Rank:
         self.at = 0
         self.begun: List[float] = []  # of each action
         self.ended: List[float] = []
-        self.sends_waited = {SEND_ACT: 0, SEND_GRAD: 0}
-        self.receives_waited = {RECV_ACT: 0, RECV_GRAD: 0}
-        self.reductions = {}
+        self.waited = dict.fromkeys((WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD), 0)
+        #: segment -> number of its reduction in the bulk channel
+        self.reductions: Dict[int, int] = {}
 
 
 class _Simulation:
@@ -90,7 +90,7 @@ class _Simulation:
         actions, begun, ended, handlers = me.actions, me.begun, me.ended, HANDLERS
         at, end = me.at, len(me.actions)
         while at < end:
-            op, k, m = actions[at]
+            op, k, _ = actions[at]
             clock = me.clock
             if not handlers[op](self, me, k):
                 me.at = at
@@ -116,13 +116,18 @@ class _Simulation:
         return True
 
 
-def _compute(me: _Rank, seconds: float) -> bool:
-    me.clock += seconds
+def _forward(sim: _Simulation, me: _Rank, k: int) -> bool:
+    me.clock += me.forward_s[k]
+    return True
+
+
+def _backward(sim: _Simulation, me: _Rank, k: int) -> bool:
+    me.clock += me.backward_s[k]
     return True
 
 
 def _send(sim: _Simulation, me: _Rank, channel: Channel, size) -> bool:
-    me.clock += me.message_s
+    me.clock += me.overhead_s
     sim.network.send(channel, me.clock, size)
     return True
 
@@ -142,18 +147,11 @@ def _wait(me: _Rank, channel: Channel, j: int) -> bool:
     return True
 
 
-def _wait_send(me: _Rank, channel: Channel, op: str) -> bool:
-    if not _wait(me, channel, me.sends_waited[op]):
+def _wait_next(me: _Rank, channel: Channel, op: str, overhead_s: float = 0.0) -> bool:
+    if not _wait(me, channel, me.waited[op]):
         return False
-    me.sends_waited[op] += 1
-    return True
-
-
-def _wait_receive(me: _Rank, channel: Channel, op: str) -> bool:
-    if not _wait(me, channel, me.receives_waited[op]):
-        return False
-    me.receives_waited[op] += 1
-    me.clock += me.message_s
+    me.waited[op] += 1
+    me.clock += overhead_s
     return True
 
 
@@ -192,16 +190,16 @@ def _nothing(sim: _Simulation, me: _Rank, k: int) -> bool:
 #: op -> how it runs; False: the rank waits, and tries again when something has ended.
 HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
     LOAD: _nothing,
-    F: lambda sim, me, k: _compute(me, me.forward_s[k]),
-    B: lambda sim, me, k: _compute(me, me.backward_s[k]),
+    F: _forward,
+    B: _backward,
     SEND_ACT: lambda sim, me, k: _send(sim, me, me.act_out, me.act_sizes[k]),
-    WAIT_SEND_ACT: lambda sim, me, k: _wait_send(me, me.act_out, SEND_ACT),
+    WAIT_SEND_ACT: lambda sim, me, k: _wait_next(me, me.act_out, WAIT_SEND_ACT),
     RECV_ACT: lambda sim, me, k: _post(sim, me, me.act_in),
-    WAIT_RECV_ACT: lambda sim, me, k: _wait_receive(me, me.act_in, RECV_ACT),
+    WAIT_RECV_ACT: lambda sim, me, k: _wait_next(me, me.act_in, WAIT_RECV_ACT, me.overhead_s),
     SEND_GRAD: lambda sim, me, k: _send(sim, me, me.grad_out, me.grad_sizes[k]),
-    WAIT_SEND_GRAD: lambda sim, me, k: _wait_send(me, me.grad_out, SEND_GRAD),
+    WAIT_SEND_GRAD: lambda sim, me, k: _wait_next(me, me.grad_out, WAIT_SEND_GRAD),
     RECV_GRAD: lambda sim, me, k: _post(sim, me, me.grad_in),
-    WAIT_RECV_GRAD: lambda sim, me, k: _wait_receive(me, me.grad_in, RECV_GRAD),
+    WAIT_RECV_GRAD: lambda sim, me, k: _wait_next(me, me.grad_in, WAIT_RECV_GRAD, me.overhead_s),
     REDUCE_TIED: _nothing,
     REDUCE: _reduce,
     WAIT_REDUCE: _wait_reduce,
@@ -213,7 +211,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
 
 def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_stage: int = 1, priority: bool = False,
              stock_optimizer: bool = False, data_parallel: bool = True) -> Result:
-    """Run ``program`` step after step until a step takes as long as the one before.
+    """Run ``program`` step after step until one leaves the network as it found it: all steps from there on are like it.
 
     Args:
         program: one that ``verify`` accepts.
@@ -233,6 +231,8 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
     if (costs.P, len(costs.forward_s)) != (P, v * P):
         raise PlanError(f"the program has {P} pipeline ranks x {v} segments, but the costs are those of {costs.P} ranks and "
                         f"{len(costs.forward_s)} chunks")
+    if zero_stage not in (0, 1, 2):
+        raise PlanError(f"zero_stage={zero_stage} does not run with a pipeline; use 0, 1 or 2")
     cluster.check(P, D)
     shared = min(D, cluster.ranks_per_host)  # replicas on a host: the one that runs here gets its share of the card
     network = Network(priority)
@@ -246,13 +246,13 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         me.reduce_sizes = [(e.twice() if whole else e) if e.bytes else None for e in exchanges]
         me.gather_sizes = [e if zero_stage and e.bytes else None for e in exchanges]
     simulation = _Simulation(ranks, network, cluster.agreement_s(P * D))
-    begin, steps = 0.0, []
+    begin, steps, left = 0.0, [], [[] for _ in ranks]
     while True:
         end = simulation.step()
         steps.append(end - begin)
-        # nothing in flight: the next step begins like this one did
-        repeats = all(me.bulk.idle for me in ranks) if len(steps) == 1 else abs(steps[-1] - steps[-2]) <= TOLERANCE * steps[-1]
-        if repeats:
+        # all messages and reductions were waited for before the norm: what is left in flight are the gathers behind it
+        found, left = left, [[launch - end for launch in me.bulk.ready[len(me.bulk.ends):]] for me in ranks]
+        if _alike(found, left, TOLERANCE * steps[-1]):
             return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks])
         if len(steps) == MOST_STEPS:
             raise PlanError(f"steps do not repeat after {MOST_STEPS}: {steps}")
@@ -265,6 +265,10 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
                 if channel is not None:
                     channel.forget()
             simulation.runnable.append(me)
+
+
+def _alike(one: List[List[float]], other: List[List[float]], tolerance: float) -> bool:
+    return all(len(a) == len(b) and all(abs(x - y) <= tolerance for x, y in zip(a, b)) for a, b in zip(one, other))
 
 
 def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: int) -> List[_Rank]:
