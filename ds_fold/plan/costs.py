@@ -201,6 +201,8 @@ class Profile(_Model):
     head: Head = Head()
     input_bytes: NonNegativeFloat = 0.0
     """Of a micro-batch's input, what the first layer keeps if it is recomputed."""
+    tied_bytes: NonNegativeFloat = 0.0
+    """Of gradients of weights that the first and the last layer share, such as embeddings; part of both layers' bytes, too."""
     step_s_per_byte: NonNegativeFloat = 0.0
     """Optimizer step: seconds per byte of trainable parameters that a rank steps."""
     optimizer_bytes_per_byte: NonNegativeFloat = 2.0
@@ -247,8 +249,8 @@ class Profile(_Model):
         costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
                       [self.layers[b - 1].boundary_bytes for _, b in spans], sums(kept),
                       sums([layer.parameter_bytes for layer in self.layers]),
-                      sums([layer.trainable_bytes for layer in self.layers]), self.step_s_per_byte, self.optimizer_bytes_per_byte,
-                      self.overhead_s)
+                      sums([layer.trainable_bytes for layer in self.layers]), self.tied_bytes, self.step_s_per_byte,
+                      self.optimizer_bytes_per_byte, self.overhead_s)
         costs.forward_s[-1] += self.head.forward_s
         costs.backward_s[-1] += self.head.backward_s
         costs.activation_bytes[-1] += self.head.activation_bytes
@@ -264,7 +266,7 @@ class Costs(NamedTuple):
         boundary_bytes: the output's; the last one's is not sent.
         activation_bytes: kept from forward to backward.
         parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
-        step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
+        tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
     """
     P: int
     forward_s: List[float]
@@ -273,6 +275,7 @@ class Costs(NamedTuple):
     activation_bytes: List[float]
     parameter_bytes: List[float]
     trainable_bytes: List[float]
+    tied_bytes: float = 0.0
     step_s_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
     overhead_s: float = 0.0

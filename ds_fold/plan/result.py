@@ -7,6 +7,7 @@ from ..events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING, Event, Timeline
 from ..schedule.actions import (
     RECV_ACT,
     RECV_GRAD,
+    REDUCE_TIED,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -23,7 +24,7 @@ from ..schedule.actions import (
 from .costs import Costs
 
 #: what a rank may wait in
-WAITS = (WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD, WAIT_REDUCE, STEP, WAIT_GATHER)
+WAITS = (WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD, REDUCE_TIED, WAIT_REDUCE, STEP, WAIT_GATHER)
 
 
 class Transfer(NamedTuple):
@@ -116,7 +117,7 @@ class Result:
         busy = sum(end - start - overhead for start, end in compute)
         on_wire = sum(t.end - t.start for t in record.transfers)
         behind = _overlap(compute, [(t.start, t.end) for t in record.transfers])
-        peak = max((held for _, held in self.memory(r)), default=0.0)
+        peak = max(held for _, held in self.memory(r))
         return RankSummary(busy, on_wire, on_wire - behind, waits, peak_live / self.program.v, peak)
 
     def _waited_until(self, r: int, op: str, end: float) -> float:
@@ -133,6 +134,11 @@ class Result:
         the end of the backward, buffers of messages from their post to their use and from their making to the end of their send.
         """
         costs, P, zero2 = self.costs, self.program.P, self.zero_stage == 2
+
+        def received(s: int) -> float:
+            """Bytes of virtual stage s's input where it comes from another rank."""
+            return costs.boundary_bytes[s - 1] if P > 1 and s > 0 else 0.0
+
         trainable = costs.of_rank(costs.trainable_bytes, r)
         held = costs.of_rank(costs.parameter_bytes, r)
         held += trainable * costs.optimizer_bytes_per_byte / (self.D if self.zero_stage else 1)
@@ -143,29 +149,24 @@ class Result:
         for (op, k, _), start, end in zip(self.program.ranks[r], self.records[r].begun, self.records[r].ended):
             s = k * P + r
             if op == F:
-                held += costs.activation_bytes[s]
+                held += costs.activation_bytes[s] - received(s)  # the input is part of them
                 yield start, held
-                if P > 1 and s > 0:  # the input is part of them
-                    held -= costs.boundary_bytes[s - 1]
-                    yield start, held
+                if self.program.forward_only:
+                    held -= costs.activation_bytes[s]
+                    yield end, held
             elif op == B:
                 if zero2 and k not in accumulating:
                     accumulating.add(k)
                     held += costs.trainable_bytes[s]
-                    yield start, held
-                if P > 1 and s > 0:
-                    held += costs.boundary_bytes[s - 1]  # the input's gradient
-                    yield start, held
-                held -= costs.activation_bytes[s] + (costs.boundary_bytes[s] if P > 1 and s + 1 < len(costs.forward_s) else 0.0)
-                yield end, held
-            elif op == RECV_ACT:
-                held += costs.boundary_bytes[s - 1]
+                held += received(s)  # the input's gradient
                 yield start, held
-            elif op == RECV_GRAD:
-                held += costs.boundary_bytes[s]
+                held -= costs.activation_bytes[s] + (received(s + 1) if s + 1 < len(costs.forward_s) else 0.0)
+                yield end, held
+            elif op in (RECV_ACT, RECV_GRAD):
+                held += received(s if op == RECV_ACT else s + 1)
                 yield start, held
             elif op == WAIT_SEND_GRAD:
-                held -= costs.boundary_bytes[s - 1]
+                held -= received(s)
                 yield end, held
             elif op == WAIT_REDUCE and zero2:
                 held -= costs.trainable_bytes[s]

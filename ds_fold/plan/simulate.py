@@ -49,6 +49,9 @@ class _Rank:
         self.act_sizes = self.grad_sizes = self.reduce_sizes = self.gather_sizes = ()
         self.step_s = 0.0
         self.act_out = self.act_in = self.grad_out = self.grad_in = None
+        # to and from the rank with which this one ties weights
+        self.tie_out = self.tie_in = None
+        self.tie_size = (0.0, 0.0)
         self.bulk = bulk
         #: segment -> number of its latest gather in the bulk channel: of this step or of the one before
         self.gathers: Dict[int, int] = {}
@@ -63,6 +66,7 @@ class _Rank:
         self.waited = dict.fromkeys((WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD), 0)
         #: segment -> number of its reduction in the bulk channel
         self.reductions: Dict[int, int] = {}
+        self.tie_launched = False
 
 
 class _Simulation:
@@ -166,6 +170,16 @@ def _wait_reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
     return k not in me.reductions or _wait(me, me.bulk, me.reductions[k])
 
 
+def _reduce_tied(sim: _Simulation, me: _Rank, k: int) -> bool:
+    if me.tie_out is None:
+        return True
+    if not me.tie_launched:
+        me.tie_launched = True
+        sim.network.post(me.tie_in, me.clock)
+        sim.network.send(me.tie_out, me.clock, me.tie_size)
+    return _wait(me, me.tie_in, 0)
+
+
 def _step(sim: _Simulation, me: _Rank, k: int) -> bool:
     if not sim.meet(me):  # the norm of all gradients
         return False
@@ -200,7 +214,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
     WAIT_SEND_GRAD: lambda sim, me, k: _wait_next(me, me.grad_out, WAIT_SEND_GRAD),
     RECV_GRAD: lambda sim, me, k: _post(sim, me, me.grad_in),
     WAIT_RECV_GRAD: lambda sim, me, k: _wait_next(me, me.grad_in, WAIT_RECV_GRAD, me.overhead_s),
-    REDUCE_TIED: _nothing,
+    REDUCE_TIED: _reduce_tied,
     REDUCE: _reduce,
     WAIT_REDUCE: _wait_reduce,
     STEP: _step,
@@ -261,7 +275,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         for me in ranks:
             me.clock, me.released = end, None
             me.begin()
-            for channel in (me.act_out, me.grad_out):
+            for channel in (me.act_out, me.grad_out, me.tie_out):
                 if channel is not None:
                     channel.forget()
             simulation.runnable.append(me)
@@ -287,17 +301,26 @@ def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: i
         _Rank(r, program, costs, Channel(port(r, "out", replicas_local), port(r, "in", replicas_local), is_bulk=True))
         for r in range(P)
     ]
-    for me in ranks if P > 1 else ():
+    def link(source: _Rank, target: _Rank) -> Tuple[Channel, float]:
+        local = cluster.host(source.r, D) == cluster.host(target.r, D)
+        latency_s = (cluster.intra_host if local else cluster.inter_host).latency_s
+        return Channel(port(source.r, "out", local), port(target.r, "in", local)), latency_s
+
+    edges = 0 if P == 1 else P if program.v > 1 else P - 1  # the last edge is the wrap-around
+    for me in ranks[:edges]:
         other = ranks[(me.r + 1) % P]
-        local = cluster.host(me.r, D) == cluster.host(other.r, D)
-        latency = (cluster.intra_host if local else cluster.inter_host).latency_s
-        if me.r < P - 1 or program.v > 1:  # the last edge is the wrap-around
-            me.act_out = other.act_in = Channel(port(me.r, "out", local), port(other.r, "in", local))
-            other.grad_out = me.grad_in = Channel(port(other.r, "out", local), port(me.r, "in", local))
-            # a message's bytes are those of the boundary behind its lower virtual stage
-            sizes = [(size, latency) for size in costs.boundary_bytes[me.r::P]]
-            me.act_sizes = sizes
-            other.grad_sizes = sizes if other.r else [(0.0, 0.0), *sizes]
+        me.act_out, latency_s = link(me, other)
+        other.grad_out, _ = link(other, me)
+        other.act_in, me.grad_in = me.act_out, other.grad_out
+        # a message's bytes are those of the boundary behind its lower virtual stage
+        me.act_sizes = sizes = [(size, latency_s) for size in costs.boundary_bytes[me.r::P]]
+        other.grad_sizes = sizes if other.r else [(0.0, 0.0), *sizes]
+    if P > 1 and costs.tied_bytes:
+        first, last = ranks[0], ranks[-1]
+        for me, other in ((first, last), (last, first)):
+            me.tie_out, latency_s = link(me, other)
+            other.tie_in = me.tie_out
+            me.tie_size = (costs.tied_bytes, 2 * latency_s)  # an all-reduce of two ranks: half of it twice
     return ranks
 
 

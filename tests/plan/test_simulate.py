@@ -49,7 +49,10 @@ def test_computes_run_when_compute_times_says(schedule, P, v, M):
 
 def test_evaluation_programs_run_without_a_step():
     whole = lower(forward_order(4, 2, 8), 2, 8, forward_only=True)
-    assert simulate(whole, Costs.uniform(4, 2, 1.0), FREE).step_s == pytest.approx(makespan(whole))
+    result = simulate(whole, Costs.uniform(4, 2, 1.0, boundary_bytes=10.0), FREE)
+    assert result.step_s == pytest.approx(makespan(whole))
+    # activations are not kept: those of one chunk, and at most 4 receives posted ahead
+    assert result.ranks[0].peak_bytes == 10 + 4 * 10 and list(result.memory(0))[-1][1] == 0
 
 
 @pytest.mark.parametrize("P,v", [(2, 1), (3, 1), (2, 3), (4, 2)])
@@ -155,6 +158,15 @@ def test_what_fits_behind_compute_is_hidden():
     assert fast.step_s == pytest.approx(24)
 
 
+def test_tied_weights_are_summed_by_the_first_and_the_last_rank():
+    """1F1B of one micro-batch on three ranks: the last is through at 5, the first at 9; then 6 bytes go both ways at once."""
+    costs = Costs.uniform(3, 1, 1.0, tied_bytes=6.0)
+    result = simulate(program("1f1b", 3, 1, 1), costs, network(2.0))
+    assert result.step_s == pytest.approx(9 + 3)
+    assert [rank.waits_s["RT"] for rank in result.ranks] == pytest.approx([3, 0, 12 - 5])
+    assert simulate(program("1f1b", 1, 1, 1), Costs.uniform(1, 1, 1.0, tied_bytes=6.0), network(2.0)).step_s == 3
+
+
 def test_the_setting_of_the_benchmarks():
     """docs/benchmarks.md: what the shapes of its schedules and the rate of its cards imply."""
     cluster = network(0.956 * 100e6 / 8, 3e-4)
@@ -218,7 +230,7 @@ def test_messages_are_held_until_they_are_used():
     whole = program("1f1b", 2, 1, 1)
     times = list(simulate(whole, costs, network(10.0)).memory(1))
     # posted at 0; used at 2 (F 2-3, B 3-5); the input's gradient is made by the backward and has left at 6
-    assert times == [(0.0, 0.0), (0.0, 10.0), (2.0, 10.0), (2.0, 0.0), (3.0, 10.0), (5.0, 10.0), (6.0, 0.0)]
+    assert times == [(0.0, 0.0), (0.0, 10.0), (2.0, 0.0), (3.0, 10.0), (5.0, 10.0), (6.0, 0.0)]
 
 
 def test_the_timeline_tells_all():
