@@ -44,7 +44,8 @@ def run(args) -> int:
     fold.check(P, M, len(profile.layers))
     costs = profile.costs(_cuts(fold, profile, P), P, range(len(profile.layers)) if args.recompute else ())
     program = fold.train_program(P, M, zero)
-    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not fold.owns_optimizer(zero)}
+    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not fold.owns_optimizer(zero),
+               "by_layer": fold.overlap_grad_reduce == "layer"}
     result = simulate(program, costs, cluster, **options)
     alone = simulate(program, costs, cluster, **options, data_parallel=False) if D > 1 else result
     title = f"{fold.schedule if fold.preset else fold.schedule.file}, P={P} v={fold.segments} M={M} D={D} ZeRO-{zero}"

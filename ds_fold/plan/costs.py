@@ -15,7 +15,7 @@ A profile, measured once per layer for one micro-batch (see :class:`Profile` for
 """
 
 import json
-from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Type, TypeVar
+from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -246,10 +246,11 @@ class Profile(_Model):
         def sums(values) -> List[float]:
             return [sum(values[a:b]) for a, b in spans]
 
+        layers = [[(backward[i], self.layers[i].trainable_bytes) for i in range(a, b)] for a, b in spans]
         costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
                       [self.layers[b - 1].boundary_bytes for _, b in spans], sums(kept),
                       sums([layer.parameter_bytes for layer in self.layers]),
-                      sums([layer.trainable_bytes for layer in self.layers]), self.tied_bytes, self.step_s_per_byte,
+                      sums([layer.trainable_bytes for layer in self.layers]), layers, self.tied_bytes, self.step_s_per_byte,
                       self.optimizer_bytes_per_byte, self.overhead_s)
         costs.forward_s[-1] += self.head.forward_s
         costs.backward_s[-1] += self.head.backward_s
@@ -266,6 +267,7 @@ class Costs(NamedTuple):
         boundary_bytes: the output's; the last one's is not sent.
         activation_bytes: kept from forward to backward.
         parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
+        layers: of each chunk, (backward_s, trainable_bytes) of its layers.
         tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
     """
     P: int
@@ -275,6 +277,7 @@ class Costs(NamedTuple):
     activation_bytes: List[float]
     parameter_bytes: List[float]
     trainable_bytes: List[float]
+    layers: List[List[Tuple[float, float]]]
     tied_bytes: float = 0.0
     step_s_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
@@ -284,14 +287,14 @@ class Costs(NamedTuple):
     def uniform(cls, P: int, v: int, forward_s: float, backward_s: Optional[float] = None, boundary_bytes: float = 0.0,
                 trainable_bytes: float = 0.0, **more) -> "Costs":
         """Equal chunks; a backward takes two forwards unless told, and what is kept is as large as the output."""
-        S = v * P
-        return cls(P, [forward_s] * S, [2 * forward_s if backward_s is None else backward_s] * S, [boundary_bytes] * S,
-                   [boundary_bytes] * S, [trainable_bytes] * S, [trainable_bytes] * S, **more)
+        backward_s = 2 * forward_s if backward_s is None else backward_s
+        values = (forward_s, backward_s, boundary_bytes, boundary_bytes, trainable_bytes, trainable_bytes)
+        return cls(P, *([value] * (v * P) for value in values), [[(backward_s, trainable_bytes)]] * (v * P), **more)
 
     def of_rank(self, values: Sequence[float], rank: int) -> float:
         """The sum of ``values`` over a pipeline rank's chunks."""
         return sum(values[rank::self.P])
 
-    def optimizer_s(self, rank: int, D: int, zero_stage: int) -> float:
-        """Of a pipeline rank's optimizer step; with ZeRO each of the D replicas steps a D-th."""
-        return self.step_s_per_byte * self.of_rank(self.trainable_bytes, rank) / (D if zero_stage else 1)
+    def optimizer_s(self, s: int, D: int, zero_stage: int) -> float:
+        """Of the optimizer's step of chunk s; with ZeRO each of the D replicas steps a D-th."""
+        return self.step_s_per_byte * self.trainable_bytes[s] / (D if zero_stage else 1)

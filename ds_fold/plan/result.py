@@ -41,11 +41,13 @@ class Record(NamedTuple):
 
     Attributes:
         begun, ended: of each action of its program.
+        agreed: all ranks had come to the norm in :data:`STEP`.
         messages: op of a send or receive -> (both ends were ready, over) of each, in order.
         transfers: in order of time, one at a time.
     """
     begun: List[float]
     ended: List[float]
+    agreed: float
     messages: Dict[str, List[Tuple[float, float]]]
     transfers: List[Transfer]
 
@@ -112,19 +114,15 @@ class Result:
             elif a.op == B:
                 compute.append((start, end))
                 live -= 1
+            elif a.op in (WAIT_RECV_ACT, WAIT_RECV_GRAD):
+                waits[a.op] += end - start - overhead
             elif a.op in waits:
-                waits[a.op] += self._waited_until(r, a.op, end) - start
+                waits[a.op] += (record.agreed if a.op == STEP else end) - start
         busy = sum(end - start - overhead for start, end in compute)
         on_wire = sum(t.end - t.start for t in record.transfers)
         behind = _overlap(compute, [(t.start, t.end) for t in record.transfers])
         peak = max(held for _, held in self.memory(r))
         return RankSummary(busy, on_wire, on_wire - behind, waits, peak_live / self.program.v, peak)
-
-    def _waited_until(self, r: int, op: str, end: float) -> float:
-        """When the waiting in an action was over; what follows is the rank's own work."""
-        if op == STEP:
-            return end - self.costs.optimizer_s(r, self.D, self.zero_stage)
-        return end - self.costs.overhead_s if op in (WAIT_RECV_ACT, WAIT_RECV_GRAD) else end
 
     def memory(self, r: int) -> Iterable[Tuple[float, float]]:
         """(time, bytes held from then on) of pipeline rank r, in order of time.

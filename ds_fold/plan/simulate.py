@@ -24,11 +24,12 @@ from ..schedule.actions import (
     WAIT_REDUCE,
     WAIT_SEND_ACT,
     WAIT_SEND_GRAD,
+    Action,
     B,
     F,
     Program,
 )
-from .costs import Cluster, Costs, PlanError
+from .costs import Cluster, Costs, Exchange, PlanError
 from .network import Channel, Network, Port
 from .result import Record, Result, Transfer
 
@@ -46,8 +47,11 @@ class _Rank:
         self.backward_s = [t + costs.overhead_s for t in costs.backward_s[chunks]]
         self.overhead_s = costs.overhead_s
         # (bytes, delay), by segment
-        self.act_sizes = self.grad_sizes = self.reduce_sizes = self.gather_sizes = ()
-        self.step_s = 0.0
+        self.act_sizes = self.grad_sizes = ()
+        self.gather_sizes: List[Optional[Exchange]] = []
+        #: by segment, the parts of its reduction: (seconds before the end of its last backward, (bytes, delay))
+        self.reductions: List[List[Tuple[float, Exchange]]] = []
+        self.step_s: List[float] = []  # by segment
         self.act_out = self.act_in = self.grad_out = self.grad_in = None
         # to and from the rank with which this one ties weights
         self.tie_out = self.tie_in = None
@@ -64,8 +68,9 @@ class _Rank:
         self.begun: List[float] = []  # of each action
         self.ended: List[float] = []
         self.waited = dict.fromkeys((WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD), 0)
-        #: segment -> number of its reduction in the bulk channel
-        self.reductions: Dict[int, int] = {}
+        self.backward_end = self.agreed = 0.0  # of the latest backward, and of the norm
+        #: segment -> number of its reduction's last part in the bulk channel
+        self.reducing: Dict[int, int] = {}
         self.tie_launched = False
 
 
@@ -127,6 +132,7 @@ def _forward(sim: _Simulation, me: _Rank, k: int) -> bool:
 
 def _backward(sim: _Simulation, me: _Rank, k: int) -> bool:
     me.clock += me.backward_s[k]
+    me.backward_end = me.clock
     return True
 
 
@@ -161,13 +167,13 @@ def _wait_next(me: _Rank, channel: Channel, op: str, overhead_s: float = 0.0) ->
 
 def _reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
     # DeepSpeed's wrappers reduce all segments at segment 0's launch and block; the wait comes next, so the time is the same
-    if me.reduce_sizes[k]:
-        me.reductions[k] = sim.network.launch(me.bulk, me.clock, me.reduce_sizes[k])
+    for lead_s, size in me.reductions[k]:
+        me.reducing[k] = sim.network.launch(me.bulk, me.backward_end - lead_s if lead_s else me.clock, size)
     return True
 
 
 def _wait_reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
-    return k not in me.reductions or _wait(me, me.bulk, me.reductions[k])
+    return k not in me.reducing or _wait(me, me.bulk, me.reducing[k])
 
 
 def _reduce_tied(sim: _Simulation, me: _Rank, k: int) -> bool:
@@ -183,7 +189,8 @@ def _reduce_tied(sim: _Simulation, me: _Rank, k: int) -> bool:
 def _step(sim: _Simulation, me: _Rank, k: int) -> bool:
     if not sim.meet(me):  # the norm of all gradients
         return False
-    me.clock, me.released = me.released + me.step_s, None
+    me.agreed, me.released = me.released, None
+    me.clock = me.agreed + sum(me.step_s)
     return True
 
 
@@ -224,7 +231,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
 
 
 def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_stage: int = 1, priority: bool = False,
-             stock_optimizer: bool = False, data_parallel: bool = True) -> Result:
+             stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True) -> Result:
     """Run ``program`` step after step until one leaves the network as it found it: all steps from there on are like it.
 
     Args:
@@ -236,6 +243,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         priority: messages of the pipeline go before data-parallel transfers on a network card. Without it, all connections that
             are active share a card equally, as TCP does.
         stock_optimizer: DeepSpeed's wrappers, whose ZeRO-1 all-reduces whole gradients.
+        by_layer: each layer of segment 0 is reduced as soon as its last backward is over. Needs a program whose reductions overlap.
         data_parallel: False leaves out reductions and gathers: what the schedule alone takes.
 
     Raises:
@@ -251,21 +259,33 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
     shared = min(D, cluster.ranks_per_host)  # replicas on a host: the one that runs here gets its share of the card
     network = Network(priority)
     ranks = _connect(program, costs, cluster, D, shared)
+
+    def exchange_of(size: float) -> Exchange:
+        exchange = cluster.exchange(size if data_parallel else 0.0, D)
+        if shared < D:  # bytes on the host's card: this replica moves its share of them on its share of the card
+            exchange = exchange._replace(bytes=exchange.bytes / shared)
+        return exchange
+
     for me in ranks:
-        exchanges = [cluster.exchange(size if data_parallel else 0.0, D) for size in costs.trainable_bytes[me.r::P]]
-        if cluster.ranks_per_host < D:  # bytes on the host's card; this replica moves its share of them on its share of the card
-            exchanges = [e._replace(bytes=e.bytes / shared) for e in exchanges]
-        me.step_s = costs.optimizer_s(me.r, D, zero_stage)
-        whole = zero_stage == 0 or stock_optimizer
-        me.reduce_sizes = [(e.twice() if whole else e) if e.bytes else None for e in exchanges]
-        me.gather_sizes = [e if zero_stage and e.bytes else None for e in exchanges]
+        for k, s in enumerate(range(me.r, v * P, P)):
+            me.step_s.append(costs.optimizer_s(s, D, zero_stage))
+            exchange = exchange_of(costs.trainable_bytes[s])
+            me.gather_sizes.append(exchange if zero_stage and exchange.bytes else None)
+            parts, lead_s = [], 0.0
+            for backward_s, size in costs.layers[s] if by_layer and k == 0 else [(0.0, costs.trainable_bytes[s])]:
+                part = exchange_of(size)
+                if part.bytes:
+                    parts.insert(0, (lead_s, part.twice() if zero_stage == 0 or stock_optimizer else part))
+                lead_s += backward_s
+            me.reductions.append(parts)
+        if by_layer and me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op not in (B, SEND_GRAD):
+            raise PlanError("by_layer needs a program that launches a segment's reduction right after its last backward")
     simulation = _Simulation(ranks, network, cluster.agreement_s(P * D))
     begin, steps, left = 0.0, [], [[] for _ in ranks]
     while True:
         end = simulation.step()
         steps.append(end - begin)
-        # all messages and reductions were waited for before the norm: what is left in flight are the gathers behind it
-        found, left = left, [[launch - end for launch in me.bulk.ready[len(me.bulk.ends):]] for me in ranks]
+        found, left = left, [_in_flight(me.bulk, end) for me in ranks]
         if _alike(found, left, TOLERANCE * steps[-1]):
             return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks])
         if len(steps) == MOST_STEPS:
@@ -279,6 +299,15 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
                 if channel is not None:
                     channel.forget()
             simulation.runnable.append(me)
+
+
+def _in_flight(bulk: Channel, now: float) -> List[float]:
+    """What is left at the end of a step, when all messages and reductions have been waited for: when each gather was launched, and
+    when the first will end."""
+    left = [launch - now for launch in bulk.ready[len(bulk.ends):]]
+    if bulk.flowing:
+        left.append(bulk.since + bulk.remaining / bulk.rate - now)
+    return left
 
 
 def _alike(one: List[List[float]], other: List[List[float]], tolerance: float) -> bool:
@@ -301,6 +330,7 @@ def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: i
         _Rank(r, program, costs, Channel(port(r, "out", replicas_local), port(r, "in", replicas_local), is_bulk=True))
         for r in range(P)
     ]
+
     def link(source: _Rank, target: _Rank) -> Tuple[Channel, float]:
         local = cluster.host(source.r, D) == cluster.host(target.r, D)
         latency_s = (cluster.intra_host if local else cluster.inter_host).latency_s
@@ -328,12 +358,16 @@ def _record(me: _Rank, begin: float, end: float) -> Record:
     channels = {SEND_ACT: me.act_out, SEND_GRAD: me.grad_out, RECV_ACT: me.act_in, RECV_GRAD: me.grad_in}
     messages = {op: [(ready - begin, over - begin) for ready, over in zip(channel.ready, channel.ends)]
                 for op, channel in channels.items() if channel is not None}
-    launches = [a for a in me.actions if (a.op == REDUCE and me.reduce_sizes[a.segment])
-                or (a.op == GATHER and me.gather_sizes[a.segment])]
+    launches = []
+    for a in me.actions:
+        if a.op == REDUCE:
+            launches += [a] * len(me.reductions[a.segment])
+        elif a.op == GATHER and me.gather_sizes[a.segment]:
+            launches.append(a)
     transfers = []
     for j, start in enumerate(me.bulk.begun):
         over = min(me.bulk.ends[j] if j < len(me.bulk.ends) else end, end)
         if begin < over and start < over:
             transfers.append(Transfer(str(launches[j % len(launches)]), max(me.bulk.ready[j], begin) - begin,
                                       max(start, begin) - begin, over - begin, int(me.bulk.sizes[j][0])))
-    return Record([t - begin for t in me.begun], [t - begin for t in me.ended], messages, transfers)
+    return Record([t - begin for t in me.begun], [t - begin for t in me.ended], me.agreed - begin, messages, transfers)

@@ -4,7 +4,7 @@ from importlib import import_module
 import pytest
 
 from ds_fold.events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING
-from ds_fold.plan import HANDLERS, Cluster, Costs, Link, PlanError, simulate
+from ds_fold.plan import HANDLERS, Cluster, Costs, Link, PlanError, Profile, simulate
 from ds_fold.schedule import OPS, Overlap, Program, compute_order, compute_times, forward_order, lower, makespan, verify
 
 FREE = Cluster(hosts=64, inter_host=Link(bytes_per_s=1e18))
@@ -148,6 +148,18 @@ def test_without_overlap_all_communication_is_exposed(zero_stage, stock, exchang
     # the last rank is done with its backward first, and reduces while the other one computes
     assert result.step_s == pytest.approx(alone.step_s + communication)
     assert result.ranks[0].exposed_s == pytest.approx(communication) and result.ranks[0].transfer_s == pytest.approx(communication)
+
+
+def test_layers_leave_within_the_last_backward():
+    """One rank, one segment of two layers: F [0,2] B [2,6]; by layer, the second layer's 3 s leave at 4, the first one's follow."""
+    whole, cluster = program("aiao", 1, 1, 1, overlap=Overlap(reduce=True)), network(1.0)
+    costs = Profile.uniform(2, 1.0, parameter_bytes=6.0).costs([0, 2], 1)
+    assert simulate(whole, costs, cluster, D=2).step_s == pytest.approx(6 + 6 + 6)  # the gather is as long
+    result = simulate(whole, costs, cluster, D=2, by_layer=True)
+    assert result.step_s == pytest.approx(10 + 6) and result.ranks[0].exposed_s == pytest.approx(12 - 2)
+    assert [(t.action, t.start, t.end) for t in result.records[0].transfers] == [("R0", 4, 7), ("R0", 7, 10), ("G0", 10, 16)]
+    with pytest.raises(PlanError, match="right after its last backward"):
+        simulate(program("aiao", 1, 2, 1), Costs.uniform(1, 2, 1.0), cluster, D=2, by_layer=True)
 
 
 def test_what_fits_behind_compute_is_hidden():
