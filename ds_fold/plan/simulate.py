@@ -259,6 +259,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
     shared = min(D, cluster.ranks_per_host)  # replicas on a host: the one that runs here gets its share of the card
     network = Network(priority)
     ranks = _connect(program, costs, cluster, D, shared)
+    whole = zero_stage == 0 or stock_optimizer
 
     def exchange_of(size: float) -> Exchange:
         exchange = cluster.exchange(size if data_parallel else 0.0, D)
@@ -269,16 +270,17 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
     for me in ranks:
         for k, s in enumerate(range(me.r, v * P, P)):
             me.step_s.append(costs.optimizer_s(s, D, zero_stage))
-            exchange = exchange_of(costs.trainable_bytes[s])
-            me.gather_sizes.append(exchange if zero_stage and exchange.bytes else None)
+            gather = exchange_of(costs.trainable_bytes[s])
+            me.gather_sizes.append(gather if zero_stage and gather.bytes else None)
             parts, lead_s = [], 0.0
             for backward_s, size in costs.layers[s] if by_layer and k == 0 else [(0.0, costs.trainable_bytes[s])]:
                 part = exchange_of(size)
                 if part.bytes:
-                    parts.insert(0, (lead_s, part.twice() if zero_stage == 0 or stock_optimizer else part))
+                    parts.insert(0, (lead_s, part.twice() if whole else part))  # the last layer's backward is first
                 lead_s += backward_s
             me.reductions.append(parts)
-        if by_layer and me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op not in (B, SEND_GRAD):
+        before = me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op if by_layer else B
+        if before not in (B, SEND_GRAD):
             raise PlanError("by_layer needs a program that launches a segment's reduction right after its last backward")
     simulation = _Simulation(ranks, network, cluster.agreement_s(P * D))
     begin, steps, left = 0.0, [], [[] for _ in ranks]
