@@ -1,9 +1,11 @@
-"""``python -m ds_fold check ds_config.json --layers 24 --pp 4``: what would run, without starting anything."""
+"""``python -m ds_fold check`` and ``simulate``: what a ds_config would run and how long it takes, without starting anything."""
 
 import argparse
 import os
 import sys
 from typing import List, Optional
+
+from .plan import PlanError, command
 
 CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
 
@@ -20,14 +22,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     check.add_argument("--micro-batches", type=int, help="overrides the config's gradient_accumulation_steps")
     check.add_argument("--eval", action="store_true", help="show the evaluation programs instead")
     check.add_argument("--png", metavar="FILE", help="draw the schedule (needs matplotlib)")
+    command.add_arguments(commands.add_parser("simulate", help=command.HELP, description=command.HELP))
     args = parser.parse_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # checking a config needs no device
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # none of the commands needs a device
 
     from .config import ConfigError
     from .schedule import ScheduleError
     try:
-        return _check(args)
-    except (ConfigError, ScheduleError) as error:
+        return command.run(args) if args.command == "simulate" else _check(args)
+    except (ConfigError, ScheduleError, PlanError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -1,0 +1,100 @@
+"""``python -m ds_fold simulate``: what a ds_config would take on a cluster, as a table and as a timeline."""
+
+import re
+from typing import List
+
+from ..partition import partition_balanced, partition_uniform
+from .costs import Cluster, PlanError, Profile
+from .result import Result
+from .simulate import simulate
+
+HELP = "predict step time, bubble, exposed communication and memory of a ds_config on a cluster, without starting anything"
+_LAYERS = ("layers", "forward_ms", "backward_ms", "parameter_mb", "activation_kb", "overhead_ms")
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("config", help="ds_config (JSON or HJSON)")
+    parser.add_argument("--cluster", required=True, help="cluster.json, see ds_fold.plan.Cluster")
+    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks (num_stages)")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--micro-batches", type=int, help="overrides the config's gradient_accumulation_steps")
+    parser.add_argument("--profile", help="profile.json, see ds_fold.plan.Profile; or equal layers by the next options")
+    parser.add_argument("--layers", type=int, help="number of equal layers")
+    parser.add_argument("--forward-ms", type=float, help="of a layer and a micro-batch")
+    parser.add_argument("--backward-ms", type=float, help="default: two forwards")
+    parser.add_argument("--parameter-mb", type=float, help="of a layer, 1e6 bytes (default 0)")
+    parser.add_argument("--activation-kb", type=float, help="kept by a layer and passed on, 1024 bytes (default 0)")
+    parser.add_argument("--overhead-ms", type=float, help="a rank's own time per compute and message (default 0)")
+    parser.add_argument("--recompute", action="store_true", help="all layers recompute their activations in the backward")
+    parser.add_argument("--priority", action="store_true", help="pipeline messages go before data-parallel transfers on a card")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the step's timeline; the suffix says in which form")
+
+
+def run(args) -> int:
+    """Print the table. Raises ConfigError, ScheduleError or PlanError."""
+    from ..config import fold_config, load_config, micro_batches_of, zero_stage_of  # slow: loads DeepSpeed
+    for name in ("pp", "dp", "micro_batches", "layers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PlanError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    config = load_config(args.config)
+    fold, zero = fold_config(config), zero_stage_of(config)
+    cluster, profile = Cluster.load(args.cluster), _profile(args)
+    P, D, M = args.pp, args.dp, args.micro_batches or micro_batches_of(config, args.dp)
+    fold.check(P, M, len(profile.layers))
+    costs = profile.costs(_cuts(fold, profile, P), P, range(len(profile.layers)) if args.recompute else ())
+    program = fold.train_program(P, M, zero)
+    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not fold.owns_optimizer(zero),
+               "by_layer": fold.overlap_grad_reduce == "layer"}
+    result = simulate(program, costs, cluster, **options)
+    alone = simulate(program, costs, cluster, **options, data_parallel=False) if D > 1 else result
+    title = f"{fold.schedule if fold.preset else fold.schedule.file}, P={P} v={fold.segments} M={M} D={D} ZeRO-{zero}"
+    _print(title, result, alone, cluster)
+    if args.output:
+        from ..trace import write
+        write([result.timeline(title)], args.output)
+        print(f"timeline written to {args.output}")
+    return 0
+
+
+def _profile(args) -> Profile:
+    given = {name: getattr(args, name) for name in _LAYERS if getattr(args, name) is not None}
+    if args.profile:
+        if given:
+            raise PlanError(f"--{next(iter(given)).replace('_', '-')} cannot be combined with --profile; change the profile")
+        return Profile.load(args.profile)
+    if args.layers is None or args.forward_ms is None:
+        raise PlanError("give --profile, or equal layers by --layers and --forward-ms")
+    negative = [name for name, value in given.items() if value < 0]
+    if negative:
+        raise PlanError(f"--{negative[0].replace('_', '-')} {given[negative[0]]}: must not be negative")
+    backward_s = None if args.backward_ms is None else args.backward_ms / 1e3
+    return Profile.uniform(args.layers, args.forward_ms / 1e3, backward_s, 1e6 * (args.parameter_mb or 0),
+                           1024 * (args.activation_kb or 0), overhead_s=(args.overhead_ms or 0) / 1e3)
+
+
+def _cuts(fold, profile: Profile, P: int) -> List[int]:
+    chunks, method = fold.segments * P, fold.partition or "uniform"
+    if isinstance(method, list):
+        if len(method) != chunks + 1:
+            raise PlanError(f"ds_fold.partition={method} must be {chunks + 1} cuts for {chunks} chunks")
+        return method
+    if method.lower() == "uniform":
+        return partition_uniform(len(profile.layers), chunks)
+    if method.lower() == "parameters":
+        return partition_balanced([int(layer.parameter_bytes) for layer in profile.layers], chunks)
+    if method.lower().startswith("type:"):
+        pattern = re.compile(method[len("type:"):], re.IGNORECASE)
+        return partition_balanced([int(bool(pattern.search(layer.name))) for layer in profile.layers], chunks)
+    raise PlanError(f"ds_fold.partition={method!r} is not known; use 'uniform', 'parameters', 'type:regex' or a list of cuts")
+
+
+def _print(title: str, result: Result, alone: Result, cluster: Cluster) -> None:
+    print(f"{title}\n\nrank  compute ms  on the wire ms  exposed ms  hidden  peak slots     peak MB")
+    for r, rank in enumerate(result.ranks):
+        hidden = f"{1 - rank.exposed_s / rank.transfer_s:.0%}" if rank.transfer_s else "-"
+        over = cluster.device_memory_bytes is not None and rank.peak_bytes > cluster.device_memory_bytes
+        print(f"{r:4d}  {1e3 * rank.compute_s:10.1f}  {1e3 * rank.transfer_s:14.1f}  {1e3 * rank.exposed_s:10.1f}  {hidden:>6}  "
+              f"{rank.peak_slots:10.2f}  {rank.peak_bytes / 1e6:10.1f}{'  more than the device has' * over}")
+    print(f"\nstep {1e3 * result.step_s:.1f} ms, bubble {result.bubble_fraction:.1%}; without data-parallel communication "
+          f"{1e3 * alone.step_s:.1f} ms, so {1e3 * (result.step_s - alone.step_s):.1f} ms of it are exposed")

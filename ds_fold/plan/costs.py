@@ -1,0 +1,300 @@
+"""What things cost: a profile of the layers, the cluster they run on, and the costs of a folded pipeline that follow from both.
+
+Two JSON files, both with ``"schema": 1``. A cluster::
+
+    {"schema": 1, "hosts": 8, "ranks_per_host": 1, "inter_host": {"gbit_per_s": 10, "latency_s": 5e-5},
+     "device_memory_bytes": 16e9}
+
+A profile, measured once per layer for one micro-batch (see :class:`Profile` for all keys)::
+
+    {"schema": 1, "name": "gpt",
+     "layers": [{"name": "embed", "forward_s": 0.001, "backward_s": 0.002, "parameter_bytes": 4e6, "trainable_bytes": 4e6,
+                 "activation_bytes": 65536, "boundary_bytes": 32768,
+                 "recomputed": {"backward_s": 0.003, "activation_bytes": 8192}}, ...],
+     "head": {"forward_s": 0.001, "backward_s": 0.001, "activation_bytes": 1e6}}
+"""
+
+import json
+from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+SCHEMA = 1
+
+
+class PlanError(ValueError):
+    """Costs that cannot be used; the message names the file or argument, the value and the remedy."""
+
+
+_Loaded = TypeVar("_Loaded", bound="_Model")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+    @classmethod
+    def load(cls: Type[_Loaded], path: str) -> _Loaded:
+        """Read a JSON file. Raises PlanError naming the file and each wrong key."""
+        try:
+            with open(path) as file:
+                data = json.load(file)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(f"{path}: cannot be read as JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise PlanError(f"{path}: must hold one JSON object, found {type(data).__name__}")
+        try:
+            return cls(**data)
+        except ValidationError as error:
+            raise PlanError("\n".join(f"{path}: {_explain(e)}" for e in error.errors())) from None
+
+    def save(self, path: str) -> None:
+        """Write the JSON that :meth:`load` reads."""
+        with open(path, "w") as file:
+            file.write(self.model_dump_json(indent=1, by_alias=True, exclude_none=True) + "\n")
+
+
+def _explain(error: Dict[str, Any]) -> str:
+    key = ".".join(map(str, error["loc"]))
+    given = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r}"
+    return f"{key}: " * bool(key) + error["msg"].replace("Value error, ", "") + given
+
+
+# cluster ------------------------------------------------------------------------------------------------------------------
+
+
+class Link(_Model):
+    """One direction of a network card, or of a rank's link to the other ranks of its host. Give one of the two rates."""
+
+    bytes_per_s: Optional[PositiveFloat] = None
+    gbit_per_s: Optional[PositiveFloat] = None
+    latency_s: NonNegativeFloat = 0.0
+    """From the last byte's departure to its arrival."""
+
+    @model_validator(mode="after")
+    def _one_rate(self):
+        if (self.bytes_per_s is None) == (self.gbit_per_s is None):
+            raise ValueError("give either bytes_per_s or gbit_per_s")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, what applications see: take headers off (TCP over Ethernet leaves 0.956 of the line rate)."""
+        return self.bytes_per_s if self.gbit_per_s is None else self.gbit_per_s * 1e9 / 8
+
+
+class Cluster(_Model):
+    """Equal hosts behind one switch that is never the bottleneck. Rank ``p * D + d`` sits on host ``rank // ranks_per_host``."""
+
+    schema_version: Literal[1] = Field(SCHEMA, alias="schema")
+    hosts: PositiveInt
+    ranks_per_host: PositiveInt = 1
+    inter_host: Link
+    """A host's network card, shared by its ranks; both directions at full rate at once."""
+    intra_host: Optional[Link] = None
+    """A rank's link to the other ranks of its host. Needed with more than one rank a host."""
+    device_memory_bytes: Optional[PositiveFloat] = None
+    collective: Literal["ring", "hierarchical", "pairwise"] = "ring"
+    """How replicas of one layer exchange S bytes where h of them share a host: see :meth:`exchange`. Without sharing all three
+    send (D-1)/D S. ds_fold's own collectives are pairwise on gloo; NCCL picks rings or trees."""
+
+    @model_validator(mode="after")
+    def _has_local_link(self):
+        if self.ranks_per_host > 1 and self.intra_host is None:
+            raise ValueError(f"intra_host is missing, but ranks_per_host={self.ranks_per_host}")
+        return self
+
+    def check(self, P: int, D: int) -> None:
+        """Raise PlanError unless P pipeline ranks of D replicas fit, with all replicas placed alike."""
+        h = self.ranks_per_host
+        if self.hosts * h < P * D:
+            raise PlanError(f"{P} pipeline ranks x {D} replicas need {P * D} ranks, but the cluster has {self.hosts} hosts x {h}")
+        if h % D and D % h:
+            raise PlanError(f"{D} replicas on hosts of {h} ranks are not placed alike: hosts would be cut in the middle of a "
+                            f"replica group; use a ranks_per_host or a number of replicas that divides the other")
+
+    def host(self, pipeline_rank: int, D: int) -> int:
+        """The host of the pipeline rank's first replica."""
+        return pipeline_rank * D // self.ranks_per_host
+
+    def exchange(self, size: float, D: int) -> "Exchange":
+        """A reduce-scatter or an all-gather of ``size`` bytes among D replicas; an all-reduce is two of them.
+
+        With h replicas on each of H = D/h hosts and S = ``size``, in bytes that one direction of the host's card carries:
+        ring (D-1)/D S, latency (D-1) hops (Patarin and Yuan, 2009); hierarchical (H-1)/H S after (h-1)/h S inside the host;
+        pairwise h (D-h)/D S, one hop. On one host, all use the ranks' own links.
+        """
+        h = min(D, self.ranks_per_host)
+        H = D // h
+        wire, local = self.inter_host, self.intra_host
+        if D == 1 or size == 0:
+            return Exchange(0.0, 0.0)
+        if H == 1:
+            return Exchange((D - 1) / D * size, local.latency_s * (1 if self.collective == "pairwise" else D - 1))
+        if self.collective == "pairwise":
+            return Exchange(h * (D - h) / D * size, wire.latency_s)
+        if self.collective == "ring" or h == 1:
+            return Exchange((D - 1) / D * size, (D - 1) * wire.latency_s)
+        inside = (h - 1) / h * size / local.rate + (h - 1) * local.latency_s
+        return Exchange((H - 1) / H * size, (H - 1) * wire.latency_s + inside)
+
+    def agreement_s(self, ranks: int) -> float:
+        """An all-reduce of a few bytes among ``ranks`` ranks: up and down a binary tree."""
+        link = self.inter_host if ranks > self.ranks_per_host else self.intra_host
+        return 2 * (ranks - 1).bit_length() * link.latency_s if ranks > 1 else 0.0
+
+
+class Exchange(NamedTuple):
+    """What a collective asks of the link: bytes in each direction, and seconds in which it asks for nothing."""
+    bytes: float
+    delay_s: float
+
+    def twice(self) -> "Exchange":
+        return Exchange(2 * self.bytes, 2 * self.delay_s)
+
+
+# profile ------------------------------------------------------------------------------------------------------------------
+
+
+class Recomputed(_Model):
+    """A layer whose activations are recomputed in its backward."""
+
+    backward_s: NonNegativeFloat
+    """With the forward that it repeats."""
+    activation_bytes: NonNegativeFloat
+    """Still kept from forward to backward: the layer's input."""
+
+
+class Layer(_Model):
+    """One layer and one micro-batch."""
+
+    name: str = ""
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    parameter_bytes: NonNegativeFloat
+    trainable_bytes: NonNegativeFloat
+    """Of gradients as they travel between replicas: without frozen parameters, in the communication dtype."""
+    activation_bytes: NonNegativeFloat
+    """Kept from the forward to the backward, input included."""
+    boundary_bytes: NonNegativeFloat
+    """Of the output: what a pipeline rank would send if the model were cut behind this layer. Its gradient is as large."""
+    recomputed: Optional[Recomputed] = None
+    """Default: the backward repeats the forward, and the input is kept."""
+
+
+class Head(_Model):
+    """The loss function, on the last virtual stage."""
+
+    forward_s: NonNegativeFloat = 0.0
+    backward_s: NonNegativeFloat = 0.0
+    activation_bytes: NonNegativeFloat = 0.0
+
+
+class Profile(_Model):
+    """Every layer of a model, measured once, in the order in which they run."""
+
+    schema_version: Literal[1] = Field(SCHEMA, alias="schema")
+    name: str = ""
+    """Of the model, for people."""
+    micro_batch_size: PositiveInt = 1
+    """Samples of the micro-batch that was measured."""
+    layers: List[Layer] = Field(min_length=1)
+    head: Head = Head()
+    input_bytes: NonNegativeFloat = 0.0
+    """Of a micro-batch's input, what the first layer keeps if it is recomputed."""
+    tied_bytes: NonNegativeFloat = 0.0
+    """Of gradients of weights that the first and the last layer share, such as embeddings; part of both layers' bytes, too."""
+    step_s_per_byte: NonNegativeFloat = 0.0
+    """Optimizer step: seconds per byte of trainable parameters that a rank steps."""
+    optimizer_bytes_per_byte: NonNegativeFloat = 2.0
+    """Optimizer state per byte of trainable parameters; 2: Adam in the parameters' own precision, 6: Adam and fp32 masters of
+    16-bit parameters."""
+    overhead_s: NonNegativeFloat = 0.0
+    """A rank's own time for each forward, backward, message sent and message received, besides the layers' times."""
+
+    @classmethod
+    def uniform(cls, layers: int, forward_s: float, backward_s: Optional[float] = None, parameter_bytes: float = 0.0,
+                activation_bytes: float = 0.0, **more) -> "Profile":
+        """Equal layers, whose outputs are as large as what they keep. A backward takes two forwards unless told."""
+        layer = Layer(forward_s=forward_s, backward_s=2 * forward_s if backward_s is None else backward_s,
+                      parameter_bytes=parameter_bytes, trainable_bytes=parameter_bytes, activation_bytes=activation_bytes,
+                      boundary_bytes=activation_bytes)
+        return cls(layers=[layer] * layers, input_bytes=activation_bytes, **more)
+
+    def costs(self, cuts: Sequence[int], P: int, recompute: Collection[int] = ()) -> "Costs":
+        """The costs of a fold.
+
+        Args:
+            cuts: ``[0, ..., layers]``, the v*P + 1 cuts of the virtual stages.
+            P: pipeline ranks.
+            recompute: indices of the layers that are recomputed.
+
+        Raises:
+            PlanError: the cuts are not ascending, do not end at the last layer, or are not v*P + 1.
+        """
+        n = len(self.layers)
+        if cuts[0] != 0 or cuts[-1] != n or any(a >= b for a, b in zip(cuts, cuts[1:])) or (len(cuts) - 1) % P:
+            raise PlanError(f"cuts {list(cuts)} must ascend from 0 to the profile's {n} layers, in a multiple of {P} chunks")
+        backward, kept = [], []
+        for i, layer in enumerate(self.layers):
+            if i in recompute:
+                entering = self.layers[i - 1].boundary_bytes if i else self.input_bytes
+                layer = layer.recomputed or Recomputed(backward_s=layer.forward_s + layer.backward_s, activation_bytes=entering)
+            backward.append(layer.backward_s)
+            kept.append(layer.activation_bytes)
+        spans = list(zip(cuts, cuts[1:]))
+
+        def sums(values) -> List[float]:
+            return [sum(values[a:b]) for a, b in spans]
+
+        layers = [[(backward[i], self.layers[i].trainable_bytes) for i in range(a, b)] for a, b in spans]
+        costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
+                      [self.layers[b - 1].boundary_bytes for _, b in spans], sums(kept),
+                      sums([layer.parameter_bytes for layer in self.layers]),
+                      sums([layer.trainable_bytes for layer in self.layers]), layers, self.tied_bytes, self.step_s_per_byte,
+                      self.optimizer_bytes_per_byte, self.overhead_s)
+        costs.forward_s[-1] += self.head.forward_s
+        costs.backward_s[-1] += self.head.backward_s
+        costs.activation_bytes[-1] += self.head.activation_bytes
+        return costs
+
+
+class Costs(NamedTuple):
+    """Of a folded pipeline: one entry per virtual stage ``s = k*P + r``, for one micro-batch.
+
+    Attributes:
+        P: pipeline ranks.
+        forward_s, backward_s: with the head on the last virtual stage and what is recomputed.
+        boundary_bytes: the output's; the last one's is not sent.
+        activation_bytes: kept from forward to backward.
+        parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
+        layers: of each chunk, (backward_s, trainable_bytes) of its layers.
+        tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
+    """
+    P: int
+    forward_s: List[float]
+    backward_s: List[float]
+    boundary_bytes: List[float]
+    activation_bytes: List[float]
+    parameter_bytes: List[float]
+    trainable_bytes: List[float]
+    layers: List[List[Tuple[float, float]]]
+    tied_bytes: float = 0.0
+    step_s_per_byte: float = 0.0
+    optimizer_bytes_per_byte: float = 2.0
+    overhead_s: float = 0.0
+
+    @classmethod
+    def uniform(cls, P: int, v: int, forward_s: float, backward_s: Optional[float] = None, boundary_bytes: float = 0.0,
+                trainable_bytes: float = 0.0, **more) -> "Costs":
+        """Equal chunks; a backward takes two forwards unless told, and what is kept is as large as the output."""
+        backward_s = 2 * forward_s if backward_s is None else backward_s
+        values = (forward_s, backward_s, boundary_bytes, boundary_bytes, trainable_bytes, trainable_bytes)
+        return cls(P, *([value] * (v * P) for value in values), [[(backward_s, trainable_bytes)]] * (v * P), **more)
+
+    def of_rank(self, values: Sequence[float], rank: int) -> float:
+        """The sum of ``values`` over a pipeline rank's chunks."""
+        return sum(values[rank::self.P])
+
+    def optimizer_s(self, s: int, D: int, zero_stage: int) -> float:
+        """Of the optimizer's step of chunk s; with ZeRO each of the D replicas steps a D-th."""
+        return self.step_s_per_byte * self.trainable_bytes[s] / (D if zero_stage else 1)
