@@ -34,8 +34,8 @@ def staircase(program: Program, colour: bool = False) -> List[str]:
 
     A cell holds the micro-batch; with more than one segment, the segment's letter (a, b, ...) stands before it::
 
-        rank 0   0  1 .  .  [  0 ][  1 ]
-        rank 1  .   0 [  0 ] 1 [  1 ]
+        rank 0  0 1 . [0 ]. [1 ]
+        rank 1  . 0 [0 ]1 [1 ]. .
 
     Args:
         colour: paint segments by the escape codes of terminals.
