@@ -43,11 +43,13 @@ def main():
             "steps_per_print": 10**9,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
             "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
             "ds_fold": {**block, "trace": {"enabled": True, "steps": [3, 6], "path": str(args.out / name)}},
         }
         layers = [LayerSpec(EmulatedLayer, i, 64, args.weights, 1e-3 * args.forward_ms, args.micro_batches, Live())
                   for i in range(args.layers)]
-        net = ds_fold.PipelineModule(layers, num_stages=args.stages, loss_fn=nn.MSELoss(), partition_method="uniform", config=config)
+        net = ds_fold.PipelineModule(layers, num_stages=args.stages, loss_fn=nn.MSELoss(), partition_method="uniform",
+                                     config=config)
         engine, *_ = ds_fold.initialize(model=net, model_parameters=list(net.parameters()))
         batches = itertools.cycle(batch_of(engine.grid.get_data_parallel_rank(), args.micro_batches, 64))
         for _ in range(6):

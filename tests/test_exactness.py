@@ -54,7 +54,8 @@ def _id(case) -> str:
     words = [f"P{P}xD{D}", case["schedule"], f"v{case['segments']}", f"M{case['micro_batches']}", f"zero{case['zero']}",
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
-    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"] + [case["overlap"]] * (case["overlap"] != "off")
+    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"]
+    words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
 
 

@@ -117,13 +117,14 @@ class Recorder:
         monitor = []
         for i, step in enumerate(traces[0].steps):
             metrics = measure(timeline, i)
-            logger.info(f"ds_fold step {step.number}: {describe(metrics)}")
+            # printed as DeepSpeed prints a step's loss: its logger is silent below warnings
+            print(f"ds_fold step {step.number}: {describe(metrics)}")
             monitor += [(f"Train/Fold/{name}", value, step.samples)
                         for name, value in metrics._asdict().items() if value is not None]
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(monitor)
-        logger.info(f"ds_fold: steps {self.config.steps[0]}:{self.config.steps[1]} recorded; to draw them: "
-                    f"python -m ds_fold trace {self.config.path} -o timeline.html")
+        print(f"ds_fold: steps {traces[0].steps[0].number}:{self.config.steps[1]} recorded; to draw them: "
+              f"python -m ds_fold trace {self.config.path} -o timeline.html", flush=True)
 
 
 def clock_offset(clock: Callable[[], float], group) -> float:
