@@ -2,12 +2,18 @@
 
 import argparse
 import os
+import shutil
 import sys
 from typing import List, Optional
 
 from .plan import PlanError, command
 
+#: characters of a line of the timeline as text, where it goes to a file
+TEXT_WIDTH = 400
+
 CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
+
+TRACE_HELP = "draw recorded steps: each folder's timeline, one above the other on one time axis"
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -21,16 +27,27 @@ def main(argv: Optional[List[str]] = None) -> int:
     check.add_argument("--dp", type=int, help="data-parallel ranks, where the config derives the micro-batches from them")
     check.add_argument("--micro-batches", type=int, help="overrides the config's gradient_accumulation_steps")
     check.add_argument("--eval", action="store_true", help="show the evaluation programs instead")
+    check.add_argument("--timeline", action="store_true", help="print the schedule as a staircase")
     check.add_argument("--png", metavar="FILE", help="draw the schedule (needs matplotlib)")
-    command.add_arguments(commands.add_parser("simulate", help=command.HELP, description=command.HELP))
+    simulate = commands.add_parser("simulate", help=command.HELP, description=command.HELP)
+    command.add_arguments(simulate)
+    simulate.set_defaults(run=command.run)
+    check.set_defaults(run=_check)
+    trace = commands.add_parser("trace", help=TRACE_HELP, description=TRACE_HELP)
+    trace.add_argument("folders", nargs="+", metavar="FOLDER", help="what ds_fold.trace.path named")
+    trace.add_argument("-o", "--output", metavar="FILE", default="timeline.html",
+                       help=".html, .png, or .json for Perfetto (default: timeline.html)")
+    trace.add_argument("--steps", metavar="A:B", help="global steps to draw, from A to before B (default: all)")
+    trace.set_defaults(run=_trace)
     args = parser.parse_args(argv)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # none of the commands needs a device
 
     from .config import ConfigError
     from .schedule import ScheduleError
+    from .trace import TraceError
     try:
-        return command.run(args) if args.command == "simulate" else _check(args)
-    except (ConfigError, ScheduleError, PlanError) as error:
+        return args.run(args)
+    except (ConfigError, ScheduleError, PlanError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -77,10 +94,43 @@ def _check(args) -> int:
         print(f"  rank {r}  peak {report.peak_live[r]} of {v * M}, receives posted ahead at most {report.peak_posted[r]}, "
               f"reductions in flight at most {report.peak_reducing[r]}")
     print(f"\nbubble fraction {bubble_fraction(program):.1%} (free communication, backward = 2 forwards)")
+    if args.timeline:
+        _print_staircase(program)
     if args.png:
         from .timeline import draw
         draw([(name, program)], args.png)
         print(f"drawn to {args.png}")
+    return 0
+
+
+def _print_staircase(program) -> None:
+    from .timeline import staircase
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else TEXT_WIDTH
+    plain = staircase(program)
+    if len(plain[0]) > width:
+        print(f"\nthe timeline needs {len(plain[0])} columns and there are {width}: draw it with --png schedule.png")
+        return
+    print("\ntimeline (a backward in brackets, twice as long as a forward; dots: idle):")
+    print("\n".join(staircase(program, colour=True) if terminal and "NO_COLOR" not in os.environ else plain))
+
+
+def _trace(args) -> int:
+    from .trace import TraceError, read, write
+    from .trace.report import table
+
+    steps = None
+    if args.steps is not None:
+        first, _, last = args.steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            raise TraceError(f"--steps {args.steps}: expected A:B with A < B, such as 3:6")
+        steps = int(first), int(last)
+    timelines = [read(folder, steps, lambda message: print(f"warning: {message}", file=sys.stderr)) for folder in args.folders]
+    write(timelines, args.output)
+    for folder, timeline in zip(args.folders, timelines):
+        print(f"{folder}: {timeline.title}\n{table(timeline)}")
+    print(f"drawn to {args.output}")
     return 0
 
 

@@ -22,6 +22,8 @@ from .schedule import (
 )
 
 BLOCK = "ds_fold"
+#: steps of one recording
+MOST_STEPS = 1000
 
 
 class ConfigError(ValueError):
@@ -33,6 +35,26 @@ class ScheduleFile(DeepSpeedConfigModel):
 
     file: str
     """CSV of compute order: one row per pipeline rank, cells such as F0.3 and B1.0."""
+
+
+class TraceConfig(DeepSpeedConfigModel):
+    """Which steps to record."""
+
+    enabled: bool = False
+
+    steps: List[int] = [3, 6]
+    """First global step and one past the last, counted from 0. A recording is held in memory until its end."""
+
+    path: str = "traces"
+    """Folder of one file per rank, made where it is missing; each host writes its own ranks' files."""
+
+    @field_validator("steps")
+    @classmethod
+    def _a_range(cls, value):
+        if len(value) != 2 or not 0 <= value[0] < value[1] <= value[0] + MOST_STEPS:
+            raise ValueError(f"{value} must be [first, one past the last] global step, counted from 0 and at most {MOST_STEPS} "
+                             f"steps apart, such as [3, 6]")
+        return value
 
 
 class FoldConfig(DeepSpeedConfigModel):
@@ -87,6 +109,9 @@ class FoldConfig(DeepSpeedConfigModel):
 
     receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
     """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
+
+    trace: TraceConfig = TraceConfig()
+    """Record what ran when: {"enabled": true, "steps": [3, 6], "path": "traces"}."""
 
     @field_validator("schedule")
     @classmethod
@@ -252,7 +277,7 @@ def _explain(error: Dict[str, Any]) -> str:
     where = [str(part) for part in error["loc"] if part not in ("str", "ScheduleFile", "list[int]")]
     key = ".".join([BLOCK, *where])
     if error["type"] == "extra_forbidden":
-        known = list(FoldConfig.model_fields)
+        known = list((TraceConfig if where[0] == "trace" and len(where) > 1 else FoldConfig).model_fields)
         return f"{key}: unknown key{_did_you_mean(where[-1], known)}; known keys are {', '.join(known)}"
     message = error["msg"].replace("Value error, ", "")
     given = "" if error["type"] in ("value_error", "missing") else f", got {error['input']!r}"

@@ -1,55 +1,64 @@
-"""Pictures of programs: one row per pipeline rank, one box per forward and backward, several programs on one time axis."""
+"""Programs as timelines and as text: when each forward and backward would run with free communication."""
 
 from typing import List, Tuple
 
-from .schedule import Program, bubble_fraction, compute_times
+from .events import COMPUTE, Event, Timeline
+from .schedule import Program, compute_times
 from .schedule.actions import F
 
-# Okabe-Ito colours: told apart by colour-blind readers; forwards light, backwards dark
-_FORWARD = ("#56B4E9", "#F0E442", "#E69F00", "#CC79A7")
-_BACKWARD = ("#0072B2", "#9A8F00", "#D55E00", "#882255")
+# 256-colour codes of a terminal, by segment: forwards light, backwards dark
+_FORWARD, _BACKWARD = (117, 227, 214, 218), (25, 94, 130, 89)
 
 
-def draw(programs: List[Tuple[str, Program]], path: str, backward: float = 2.0) -> None:
-    """Draw programs one above the other with free communication, and write a PNG (or what the suffix says).
+def of_program(title: str, program: Program, backward: float = 2.0) -> Timeline:
+    """A program's compute as a timeline.
 
     Args:
-        programs: (title, program). A chunk's forward lasts 1/v, so that pictures of different v compare.
-        path: where to write.
+        title, program: what is drawn. A chunk's forward lasts 1/v, so that pictures of different v compare.
         backward: time of a backward in units of a forward.
-
-    Raises:
-        ImportError: matplotlib (the ``plot`` extra) is missing.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
+    spans = compute_times(program, 1 / program.v, backward / program.v)
+    events = [Event(span.rank, COMPUTE, str(span.action), span.start, span.end) for span in spans]
+    return Timeline(title, program.P, 1, program.v, program.M, events, [0.0, max(event.end for event in events)],
+                    {"unit": "forwards of one micro-batch through a rank"})
 
-    rows = sum(program.P for _, program in programs)
-    figure, axes = pyplot.subplots(len(programs), 1, sharex=True, squeeze=False,
-                                   figsize=(13, 0.42 * rows + 1.05 * len(programs)))
-    for axis, (title, program) in zip(axes[:, 0], programs):
-        spans = compute_times(program, 1 / program.v, backward / program.v)
-        for rank, action, start, end in spans:
-            colours = _FORWARD if action.op == F else _BACKWARD
-            axis.barh(rank, end - start, left=start, height=0.86, color=colours[action.segment % len(colours)], edgecolor="white",
-                      linewidth=0.6)
-            if end - start > 0.2:
-                axis.text((start + end) / 2, rank, str(action.micro_batch), ha="center", va="center", fontsize=7,
-                          color="black" if action.op == F else "white")
-        length = max(span.end for span in spans)
-        axis.set_title(f"{title}: {length:g} units of a forward, bubble {bubble_fraction(program, 1, backward):.1%}", loc="left",
-                       fontsize=10)
-        axis.set_yticks(range(program.P), [f"rank {r}" for r in range(program.P)])
-        axis.invert_yaxis()
-        for side in ("top", "right", "left"):
-            axis.spines[side].set_visible(False)
-    axes[-1, 0].set_xlabel("time, in forwards of one micro-batch through a rank")
-    segments = max(program.v for _, program in programs)
-    legend = [Patch(color=_FORWARD[k % len(_FORWARD)], label=f"forward, segment {k}") for k in range(segments)]
-    legend += [Patch(color=_BACKWARD[k % len(_BACKWARD)], label=f"backward, segment {k}") for k in range(segments)]
-    figure.legend(handles=legend, ncol=min(segments, 4) if segments > 1 else 2, loc="lower center", fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.02 + 0.06 * -(-segments // 4), 1, 1))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+
+def draw(programs: List[Tuple[str, Program]], path: str) -> None:
+    """Draw (title, program) one above the other in the form that the suffix of ``path`` names, see :func:`ds_fold.trace.write`."""
+    from .trace import write
+    write([of_program(title, program) for title, program in programs], path)
+
+
+def staircase(program: Program, colour: bool = False) -> List[str]:
+    """A line per rank: a cell for each forward, two in brackets for each backward, dots where the rank idles.
+
+    A cell holds the micro-batch; with more than one segment, the segment's letter (a, b, ...) stands before it::
+
+        rank 0  0 1 . [0 ]. [1 ]
+        rank 1  . 0 [0 ]1 [1 ]. .
+
+    Args:
+        colour: paint segments by the escape codes of terminals.
+    """
+    digits = len(str(program.M - 1))
+    letters = [chr(ord("a") + k % 26) for k in range(program.v)] if program.v > 1 else [""]
+    width = len(letters[0]) + digits + 1
+    spans = [[] for _ in range(program.P)]
+    for span in compute_times(program, 1, 2):
+        spans[span.rank].append(span)
+    length = round(max(row[-1].end for row in spans))
+    lines = []
+    for rank, row in enumerate(spans):
+        line, at = f"rank {rank:<3}", 0
+        for span in row:
+            _, k, m = span.action
+            forward = span.action.op == F
+            text = f"{letters[k]}{m:>{digits}}"
+            text = text.ljust(width) if forward else f"[{text:^{2 * width - 2}}]"
+            if colour:
+                code = (_FORWARD if forward else _BACKWARD)[k % len(_FORWARD)]
+                text = f"\033[48;5;{code};38;5;{16 if forward else 231}m{text}\033[0m"
+            line += ".".ljust(width) * round(span.start - at) + text
+            at = span.end
+        lines.append(line + ".".ljust(width) * round(length - at))
+    return lines

@@ -27,6 +27,7 @@ GRID = {
     "head_backward": ["scheduled", "immediate"],
     "receive_ahead": [1, 4],
     "label_transport": [False, True],
+    "trace": [False, True],
 }
 
 
@@ -53,15 +54,17 @@ def _id(case) -> str:
     words = [f"P{P}xD{D}", case["schedule"], f"v{case['segments']}", f"M{case['micro_batches']}", f"zero{case['zero']}",
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
-    words += ["labels_travel"] * case["label_transport"] + [case["overlap"]] * (case["overlap"] != "off")
+    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"]
+    words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
 
 
-def fold_block(case):
+def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "off"
     block["overlap_param_gather"] = "gather" in case["overlap"]
+    block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
     block["schedule"] = "aiao" if schedule.startswith("aiao") else schedule
     if schedule == "aiao_all_forward":
         block["last_segment"] = "all_forward"
@@ -70,7 +73,7 @@ def fold_block(case):
     return block
 
 
-def run_case(case):
+def run_case(case, folder):
     """On every rank: ((difference to stock, largest weight), our losses, stock's losses, the same against one process)."""
     P, D = case["layout"]
     dtype = case["precision"].split("_")[0]
@@ -83,7 +86,7 @@ def run_case(case):
     stock_zero = 1 if case["clip"] and dtype == "fp32" or case["zero"] == 2 or case["precision"] in (
         "bf16_accumulate_fp32", "fp16") else case["zero"]
     M = case["micro_batches"]
-    ours = train(False, ds_config(M, case["zero"], fold=fold_block(case), **options), P, LAYERS, STEPS, case["tied"], dtype)
+    ours = train(False, ds_config(M, case["zero"], fold=fold_block(case, folder), **options), P, LAYERS, STEPS, case["tied"], dtype)
     stock = train(True, ds_config(M, stock_zero, **options), P, LAYERS, STEPS, case["tied"], dtype)
     alone = None
     if dist.get_rank() == 0 and dtype == "fp32":
@@ -93,9 +96,10 @@ def run_case(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
-def test_same_weights_as_stock_and_as_one_process(case):
+def test_same_weights_as_stock_and_as_one_process(case, tmp_path):
     P, D = case["layout"]
-    (difference, size), ours, stock, alone = RankPool.of(P * D).run(run_case, case)[0]
+    (difference, size), ours, stock, alone = RankPool.of(P * D).run(run_case, case, str(tmp_path))[0]
+    assert len(list(tmp_path.iterdir())) == P * D * case["trace"]
     exact = case["clip"] == 0 and not case["tied"]
     fp32 = case["precision"] == "fp32"
     tolerance = 0.0 if exact else size * (1e-6 if fp32 else 4 * 2.0**-8)

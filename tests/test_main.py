@@ -37,6 +37,16 @@ def test_check_shows_where_communication_overlaps(tmp_path, capsys):
     assert "reductions in flight at most 2" in out
 
 
+def test_check_prints_a_staircase(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 4}))
+    assert main(["check", str(path), "--layers", "2", "--pp", "2", "--timeline"]) == 0
+    assert capsys.readouterr().out.endswith("rank 0  0 1 . . [0 ]2 [1 ]3 [2 ]. [3 ]\n"
+                                            "rank 1  . 0 [0 ]1 [1 ]2 [2 ]3 [3 ]. . \n")
+    assert main(["check", str(path), "--layers", "2", "--pp", "2", "--timeline", "--micro-batches", "99"]) == 0
+    assert capsys.readouterr().out.endswith("columns and there are 400: draw it with --png schedule.png\n")
+
+
 def test_check_draws(config, tmp_path, capsys):
     assert main(["check", config, "--layers", "24", "--pp", "2", "--png", str(tmp_path / "s.png")]) == 0
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")

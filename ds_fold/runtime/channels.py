@@ -11,6 +11,7 @@ front of a send and no gradient behind an activation. A message is a tensor or a
     wait_send()                           wait_receive() -> tensors
 """
 
+import math
 from collections import deque
 from contextlib import contextmanager
 from typing import Deque, Dict, List, NamedTuple, Optional, Tuple, Union
@@ -35,6 +36,10 @@ class TensorSpec(NamedTuple):
         grad = ", requires_grad" if self.requires_grad else ""
         return f"{str(self.dtype).replace('torch.', '')}{list(self.shape)}{grad}"
 
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 class MessageSpec(NamedTuple):
     """The form of a message: a tuple of tensors or one tensor alone."""
@@ -49,6 +54,11 @@ class MessageSpec(NamedTuple):
     def of(cls, message: Message) -> "MessageSpec":
         tensors = message if isinstance(message, tuple) else (message, )
         return cls(isinstance(message, tuple), tuple(TensorSpec(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, without a header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def gradients(self) -> "MessageSpec":
         """The form of the message that carries this message's gradients back: one tensor for each that requires one."""

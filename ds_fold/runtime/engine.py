@@ -19,6 +19,7 @@ from .. import compat
 from ..config import ConfigError, FoldConfig, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
+from ..trace.recorder import Recorder
 from . import checkpoint, losses
 from .channels import Channel, Message, MessageSpec
 from .data import BatchQueue, EpochLoader, check_item, label_message, labels_of, load_labels
@@ -34,6 +35,7 @@ class PipelineEngine(compat.PipelineEngineBase):
     def __init__(self, *args, **kwargs):
         #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
         self._groups: List = []
+        self._recorder: Optional[Recorder] = None
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
@@ -61,6 +63,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         # small agreements between all ranks, on the CPU whatever the device
         control = self._new_group(None, backend="gloo") if dist.get_world_size() > 1 else None
         self._batches = BatchQueue(control if self.fold.data_check else None)
+        if self.fold.trace.enabled:
+            self._recorder = Recorder(self, control)
         self._labels_travel = self.fold.label_transport and P > 1
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
@@ -100,6 +104,8 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def destroy(self):
         """DeepSpeed's ``destroy``, and the engine's process groups with their sockets and threads. Call on all ranks."""
+        if self._recorder is not None:
+            self._recorder.close()
         super().destroy()
         self._act_in = self._act_out = self._grad_in = self._grad_out = None
         while self._groups:
@@ -159,10 +165,13 @@ class PipelineEngine(compat.PipelineEngineBase):
             raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step shards: "
                               f"use one that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
                               f"overlap_param_gather: false and ZeRO 0 or 1")
-        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=self.fold.overlap_param_gather, **options)
+        # the program waits for the gathers, before the next batch if not later
+        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True, **options)
 
     def _interpret(self, schedule) -> None:
         deterministic = self.fold.deterministic_rng
+        if self._training_batch and self._recorder is not None and self._recorder.covers(self.global_steps):
+            schedule = self._recorder.watch(schedule)
         self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
         with compat.preserved_rng() if deterministic else nullcontext():
             for step in schedule:
@@ -196,6 +205,35 @@ class PipelineEngine(compat.PipelineEngineBase):
                 self.set_dataiterator(data_iter)
             self._pull_batch(self.micro_batches)
         return super().train_batch()
+
+    # recording ------------------------------------------------------------------------------------------------------------
+
+    def describe_run(self) -> str:
+        """Title of a recording."""
+        fold, zero = self.fold, self.fold_zero_stage
+        words = [fold.preset or fold.schedule.file, f"P={self.num_stages} D={self.dp_world_size} v={fold.segments} "
+                 f"M={self.micro_batches}", f"ZeRO {zero}"]
+        overlap = fold.overlap(zero)
+        words += ["reductions overlapped"] * overlap.reduce + ["gathers overlapped"] * overlap.gather
+        return ", ".join(words)
+
+    def transfer_bytes(self) -> Dict[str, int]:
+        """Bytes that this rank moves in the last message of each segment and kind, and in each reduction and gather; by their
+        launch, such as ``SA0`` and ``R1``. What DeepSpeed's wrappers reduce is not known."""
+        sizes: Dict[str, int] = {}
+        for k in range(self.fold.segments):
+            s = self._virtual_stage(k)
+            sides = ((op.RECV_ACT, op.SEND_GRAD, self._act_in, s), (op.SEND_ACT, op.RECV_GRAD, self._act_out, s + 1))
+            for activation, gradient, channel, edge in sides:
+                if channel is not None and 0 < edge <= self._last_virtual_stage:
+                    known = [channel.specs[name] for name in (self._edges[edge], f"labels, {self._edges[edge]}")
+                             if name in channel.specs]
+                    sizes[f"{activation}{k}"] = sum(spec.nbytes for spec in known)
+                    sizes[f"{gradient}{k}"] = known[0].gradients().nbytes
+            sizes[f"{op.REDUCE}{k}"], sizes[f"{op.GATHER}{k}"] = (0, 0) if self._sharded is None else self._sharded.bytes_sent(k)
+        if self._sharded is None and self.dp_world_size > 1:
+            del sizes[f"{op.REDUCE}0"]
+        return sizes
 
     # evaluation -----------------------------------------------------------------------------------------------------------
 

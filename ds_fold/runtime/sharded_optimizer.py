@@ -162,6 +162,16 @@ class ShardedOptimizer(ZeroOptimizerBase):
         """Bytes of full-size gradients on this rank now, without the pieces of other replicas that gloo is receiving."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
+    def bytes_sent(self, k: int) -> Tuple[int, int]:
+        """Bytes that this rank sends in a reduction and in a gather of segment ``k``, without the sums of tied weights."""
+        reduced = gathered = 0
+        for bucket in self._end_with[k]:
+            sent = bucket.flat.numel() // self.replicas.size * (self.replicas.size - 1)
+            # an all-reduce moves a reduce-scatter and a gather
+            reduced += sent * self._wire_dtype(bucket).itemsize * (1 if bucket.sharded else 2)
+            gathered += sent * bucket.flat.element_size() * bucket.sharded
+        return reduced, gathered
+
     def _advance(self, k: int, call: str, expected: _Phase, next_phase: _Phase) -> None:
         if self._phases[k] is not expected:
             raise RuntimeError(f"{call}({k}): in this step the segment {self._phases[k].value}, but this call is for one that "

@@ -1,0 +1,90 @@
+"""What a timeline says about a step, in numbers."""
+
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from ..events import COMPUTE, DATA_PARALLEL, WAITING, Event, Timeline
+from ..schedule import actions as op
+from .files import DATA_PARALLEL_OPS, messages
+
+
+class Metrics(NamedTuple):
+    """Of one step, averaged over the ranks that the timeline shows.
+
+    Attributes:
+        step_s: seconds from its begin to the next's (the last: to its end).
+        bubble_fraction: share of the time from its begin to its last backward, on any rank, in which no forward or backward runs.
+            Comparable with (P-1) / (v*M + P-1), which is what is left of it where messages are free.
+        exposed_data_parallel_s: seconds for which a rank waits for reductions and gathers. What DeepSpeed's ZeRO-1 gathers inside
+            of its step is not seen.
+        hidden_data_parallel: 1 - exposed / time in which any reduction or gather of the rank is in flight; None without any.
+        exposed_pipeline_s: seconds for which a rank waits for a message that is on its way; waiting before it was sent is bubble.
+    """
+    step_s: float
+    bubble_fraction: float
+    exposed_data_parallel_s: float
+    hidden_data_parallel: Optional[float]
+    exposed_pipeline_s: float
+
+
+def measure(timeline: Timeline, index: int) -> Metrics:
+    """The metrics of the ``index``-th step of a timeline."""
+    begin, end = timeline.steps[index:index + 2]
+    events = [e._replace(start=max(e.start, begin), end=min(e.end, end))
+              for e in timeline.events if e.start < end and e.end > begin]
+    ranks = len({e.rank for e in timeline.events})
+    compute = exposed = exposed_pipeline = 0.0
+    over = begin
+    transfers: Dict[int, List[Tuple[float, float]]] = {}
+    arriving: Dict[Tuple[int, str], List[Event]] = {}
+    for receive in {j for _, j in messages(timeline)}:
+        event = timeline.events[receive]
+        arriving.setdefault((event.rank, "W" + event.action), []).append(event)
+    for e in events:
+        kind = e.action.rstrip("0123456789.")
+        if e.track == COMPUTE and kind in (op.F, op.B):
+            compute += e.end - e.start
+            over = max(over, e.end) if kind == op.B else over
+        elif e.track == DATA_PARALLEL:
+            transfers.setdefault(e.rank, []).append((e.start, e.end))
+        elif e.track == WAITING and kind in DATA_PARALLEL_OPS:
+            exposed += e.end - e.start
+        elif e.track == WAITING and kind != op.REDUCE_TIED:
+            message = next((m for m in arriving.get((e.rank, e.action), ()) if m.end >= e.start), None)
+            exposed_pipeline += e.end - max(e.start, min(e.end, message.start) if message else e.start)
+    in_flight = sum(map(_covered, transfers.values()))
+    return Metrics(end - begin, 1 - compute / (ranks * (over - begin)) if over > begin else 0.0, exposed / ranks,
+                   max(0.0, 1 - exposed / in_flight) if in_flight else None, exposed_pipeline / ranks)
+
+
+def table(timeline: Timeline) -> str:
+    """A line for each step of a timeline."""
+    first = timeline.about.get("first step", 0)
+    return "\n".join(f"step {first + i}: {describe(measure(timeline, i))}" for i in range(len(timeline.steps) - 1))
+
+
+def summary(timeline: Timeline, scale: float = 1e3, unit: str = "ms") -> str:
+    """The mean over all steps, as a line for people."""
+    steps = [measure(timeline, i) for i in range(len(timeline.steps) - 1)]
+    known = [[value for value in values if value is not None] for values in zip(*steps)]
+    mean = Metrics(*(sum(values) / len(values) if values else None for values in known))
+    return describe(mean, scale, f"{unit} a step" if len(steps) > 1 else unit)
+
+
+def describe(metrics: Metrics, scale: float = 1e3, unit: str = "ms") -> str:
+    """Metrics as a line for people; ``scale`` makes their times count in ``unit``."""
+    words = [f"{scale * metrics.step_s:.4g} {unit}", f"bubble {metrics.bubble_fraction:.1%}"]
+    if metrics.hidden_data_parallel is not None:
+        words.append(f"exposed data parallel {scale * metrics.exposed_data_parallel_s:.3g} ({metrics.hidden_data_parallel:.0%} "
+                     f"hidden)")
+    if metrics.exposed_pipeline_s:
+        words.append(f"exposed messages {scale * metrics.exposed_pipeline_s:.3g}")
+    return ", ".join(words)
+
+
+def _covered(intervals: List[Tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
