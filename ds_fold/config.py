@@ -61,8 +61,9 @@ class FoldConfig(DeepSpeedConfigModel):
     everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
 
     overlap_grad_reduce: str = "off"
-    """"segment": a segment's gradients are reduced behind the backward of the others; "off": all after the last backward. The
-    numbers are the same."""
+    """"segment": a segment's gradients are reduced behind the backward of the others; "layer": within the segment's last backward,
+    too, bucket by bucket, a bucket being a layer in segment 0 and elsewhere the segment, both cut to
+    ``zero_optimization.reduce_bucket_size`` elements; "off": all after the last backward. The numbers are the same."""
 
     overlap_param_gather: bool = False
     """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
@@ -109,7 +110,7 @@ class FoldConfig(DeepSpeedConfigModel):
     @field_validator("overlap_grad_reduce")
     @classmethod
     def _known_overlap(cls, value):
-        return _one_of(value, ("off", "segment"))
+        return _one_of(value, ("off", "segment", "layer"))
 
     def owns_optimizer(self, zero_stage: int) -> bool:
         """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers."""
@@ -117,7 +118,7 @@ class FoldConfig(DeepSpeedConfigModel):
 
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
-        return Overlap(self.overlap_grad_reduce == "segment" or zero_stage == 2, self.overlap_param_gather,
+        return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
                        1 if zero_stage == 2 else None)
 
     @property
