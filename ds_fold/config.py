@@ -8,6 +8,7 @@ import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
+from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
     SCHEDULE_NAMES,
@@ -68,6 +69,10 @@ class FoldConfig(DeepSpeedConfigModel):
     overlap_param_gather: bool = False
     """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
     first use. What reads parameters through the engine or the module's named_parameters() and state_dict() waits for them."""
+
+    comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
+    """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
+    waits behind one such at most. Each costs 0.1 to 0.6 ms. With overlap or ZeRO-2; DeepSpeed's wrappers send in their own way."""
 
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``

@@ -37,7 +37,7 @@ class Model:
         if by_layer:
             options["layer_of"] = {p: int(name.split(".")[0]) for p, name in self.names.items()}
         self.optimizer = ShardedOptimizer(self.inner, segments, param_names=self.names, data_parallel_group=dist.group.WORLD,
-                                          stage=stage, chunk_numel=101, **options)
+                                          stage=stage, chunk_bytes=404, **options)
         self.skipped = 0
 
     def segment(self, k):

@@ -161,7 +161,8 @@ class PipelineEngine(compat.PipelineEngineBase):
                               f"overlap_param_gather: false and ZeRO 0 or 1")
         by_layer = self.fold.overlap_grad_reduce == "layer"
         return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=self.fold.overlap_param_gather,
-                                layer_of=self.module.first_layers() if by_layer else None, **options)
+                                layer_of=self.module.first_layers() if by_layer else None,
+                                chunk_bytes=self.fold.comm_chunk_bytes, **options)
 
     def _interpret(self, schedule) -> None:
         deterministic = self.fold.deterministic_rng

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..compat.optimizer import TIMERS, ZeroOptimizerBase
 from .buckets import Bucket, assign
-from .collectives import CHUNK_NUMEL, Replicas, duplicate_group
+from .collectives import CHUNK_BYTES, Replicas, duplicate_group
 
 
 class _Phase(Enum):
@@ -58,7 +58,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
             segment's last backward, as soon as its gradients are final. Segment 0, which has no other segment's backward to
             hide behind, has a bucket per layer; others have one, unless ``bucket_numel`` is smaller.
         bucket_numel: with ``layer_of``, most elements of a bucket, unless it is one parameter.
-        chunk_numel: elements of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
+        chunk_bytes: most bytes of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
         defer_gather: False: step() returns with all parameters whole.
         check_overflow: skip a step whose gradients are not finite; default: unless bf16, as DeepSpeed's ZeRO.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: DeepSpeed's, for fp16.
@@ -81,7 +81,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
                  communication_dtype: Optional[torch.dtype] = None,
                  layer_of: Optional[Dict[torch.nn.Parameter, int]] = None,
                  bucket_numel: int = 500_000_000,
-                 chunk_numel: int = CHUNK_NUMEL,
+                 chunk_bytes: int = CHUNK_BYTES,
                  defer_gather: bool = True,
                  check_overflow: Optional[bool] = None,
                  static_loss_scale: float = 1.0,
@@ -98,7 +98,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.communication_dtype = communication_dtype or dtype
         self.check_overflow = dtype != torch.bfloat16 if check_overflow is None else check_overflow
         self.defer_gather = defer_gather
-        self.replicas = Replicas(data_parallel_group, chunk_numel)
+        self.replicas = Replicas(data_parallel_group, chunk_bytes)
         # not the replicas' group: a norm must not queue behind gathers
         self._everyone = duplicate_group(None) if dist.get_world_size() > 1 else None
         by_layer = layer_of is not None
