@@ -8,6 +8,7 @@ import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
+from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
     SCHEDULE_NAMES,
@@ -83,12 +84,17 @@ class FoldConfig(DeepSpeedConfigModel):
     everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
 
     overlap_grad_reduce: str = "off"
-    """"segment": a segment's gradients are reduced behind the backward of the others; "off": all after the last backward. The
-    numbers are the same."""
+    """"segment": a segment's gradients are reduced behind the backward of the others; "layer": within the segment's last backward,
+    too, bucket by bucket, a bucket being a layer in segment 0 and elsewhere the segment, both cut to
+    ``zero_optimization.reduce_bucket_size`` elements; "off": all after the last backward. The numbers are the same."""
 
     overlap_param_gather: bool = False
     """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
     first use. What reads parameters through the engine or the module's named_parameters() and state_dict() waits for them."""
+
+    comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
+    """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
+    waits behind one such at most. Each costs 0.1 to 0.6 ms. With overlap or ZeRO-2; DeepSpeed's wrappers send in their own way."""
 
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
@@ -134,7 +140,7 @@ class FoldConfig(DeepSpeedConfigModel):
     @field_validator("overlap_grad_reduce")
     @classmethod
     def _known_overlap(cls, value):
-        return _one_of(value, ("off", "segment"))
+        return _one_of(value, ("off", "segment", "layer"))
 
     def owns_optimizer(self, zero_stage: int) -> bool:
         """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers."""
@@ -142,7 +148,7 @@ class FoldConfig(DeepSpeedConfigModel):
 
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
-        return Overlap(self.overlap_grad_reduce == "segment" or zero_stage == 2, self.overlap_param_gather,
+        return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
                        1 if zero_stage == 2 else None)
 
     @property

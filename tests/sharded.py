@@ -15,7 +15,7 @@ SCALER = {"init_scale": 2.0**18, "scale_window": 2, "min_scale": 1, "delayed_shi
 class Model:
     """Layers in v segments with the weights that the stock engine starts from, and their optimizer."""
 
-    def __init__(self, v, layers=None, dtype="fp32", stage=1, groups=None, inner=None, **options):
+    def __init__(self, v, layers=None, dtype="fp32", stage=1, groups=None, inner=None, by_layer=False, **options):
         self.layers = [] if layers is None else layers
         for index in range(LAYERS if layers is None else 0):
             seed_cpu(1234 + index)
@@ -34,8 +34,10 @@ class Model:
         segments = [[p for layer in self.segment(k) for p in layer.parameters()] for k in range(v)]
         if dtype == "fp16":
             options.update(dynamic_loss_scale=True, dynamic_loss_args=SCALER)
+        if by_layer:
+            options["layer_of"] = {p: int(name.split(".")[0]) for p, name in self.names.items()}
         self.optimizer = ShardedOptimizer(self.inner, segments, param_names=self.names, data_parallel_group=dist.group.WORLD,
-                                          stage=stage, chunk_numel=101, **options)
+                                          stage=stage, chunk_bytes=404, **options)
         self.skipped = 0
 
     def segment(self, k):
@@ -63,6 +65,8 @@ class Model:
         total = 0.0
         for item in items:
             loss = self.loss(item)
+            if item is items[-1] and self.v == 1:
+                self.optimizer.begin_last_backward(0)
             self.optimizer.backward(loss / len(items))
             total += float(loss.detach())
         self.launch_all()
@@ -86,6 +90,8 @@ class Model:
         for k in reversed(range(self.v)):
             self.optimizer.begin_backward(k)
             for m in range(M):
+                if m == M - 1:
+                    self.optimizer.begin_last_backward(k)
                 if k == self.v - 1:
                     self.optimizer.backward(losses[m] / M)
                 else:

@@ -51,7 +51,7 @@ def draw(seed: int) -> Case:
         fold["micro_batch_group"] = r.randint(P, M)
     if r.random() < 0.2:
         fold["head_backward"] = "immediate"
-    fold["overlap_grad_reduce"] = r.choice(["off", "segment"])
+    fold["overlap_grad_reduce"] = r.choice(["off", "segment", "layer"])
     fold["overlap_param_gather"] = r.random() < 0.5
     config = {"zero": r.randint(0, 2), "clip": r.choice([0.0, 0.5])}
     if r.random() < 0.3:

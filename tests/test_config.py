@@ -45,6 +45,9 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"micro_batch_group": -1}, r"ds_fold\.micro_batch_group: .*got -1"),
     ({"partition": [0, "x"]}, r"ds_fold\.partition\.1: .*got 'x'"),
     ({"receive_ahead": 0}, r"ds_fold\.receive_ahead: .*got 0"),
+    ({"overlap_grad_reduce": "layers"}, r"ds_fold\.overlap_grad_reduce: 'layers' is not one of 'off', 'segment', 'layer' \(did"),
+    ({"comm_chunk_bytes": 100}, r"ds_fold\.comm_chunk_bytes: .*greater than or equal to 1024, got 100"),
+    ({"comm_chunk_bytes": "4MB"}, r"ds_fold\.comm_chunk_bytes: .*got '4MB'"),
     (["aiao"], r"ds_fold must be an object"),
 ])
 def test_wrong_keys_types_and_values_are_one_message(block, message):

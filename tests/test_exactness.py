@@ -19,7 +19,7 @@ GRID = {
     "micro_batches": [1, 2, 4, 8],
     "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "aiao", "aiao_all_forward", "aiao_grouped"],
     "zero": [0, 1, 2],
-    "overlap": ["off", "reduce", "gather", "reduce_and_gather"],
+    "overlap": ["off", "reduce", "layer", "gather", "reduce_and_gather", "layer_and_gather"],
     "precision": ["fp32", "bf16", "bf16_accumulate_fp32", "fp16"],
     "clip": [0.0, 0.5],
     "tied": [False, True],
@@ -62,7 +62,7 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"]}
-    block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "off"
+    block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
     block["schedule"] = "aiao" if schedule.startswith("aiao") else schedule

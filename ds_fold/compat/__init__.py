@@ -200,6 +200,7 @@ class PipelineEngineBase(_StockEngine):
             optimizer, param_names=self.param_names, data_parallel_group=grid.get_data_parallel_group(), ties=self.tied_weights(),
             stage=self.fold_zero_stage, clip=self.gradient_clipping(), counts_in_norm=self._counts_in_norm, dtype=dtype,
             accumulate_dtype=accumulate_dtype, communication_dtype=self.communication_data_type,
+            bucket_numel=self.zero_reduce_bucket_size(),
             check_overflow=bf16_check or dtype != torch.bfloat16,
             static_loss_scale=self.loss_scale(), dynamic_loss_scale=self.dynamic_loss_scale(),
             dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)

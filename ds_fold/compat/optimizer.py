@@ -1,13 +1,15 @@
 """What DeepSpeed 0.19.x expects of its ZeRO optimizers, beyond its public surface.
 
 Checkpoints have the keys of DeepSpeed's own ZeRO-1 and 2 files, with one flat group per bucket: ``ds_to_universal`` reads them,
-and universal checkpoints of any origin load by parameter name.
+and universal checkpoints of any origin load by parameter name. So do these, where the buckets have changed.
 """
 
 import os
+from copy import deepcopy
 from typing import Dict, List, Optional, Union
 
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import enable_universal_checkpoint
 from deepspeed.git_version_info import version
@@ -131,8 +133,11 @@ class ZeroOptimizerBase(ZeROOptimizer):
                         param_shapes=None) -> None:
         """Load this rank's :meth:`state_dict` (from a list of all replicas', or alone), or a universal checkpoint's folder.
 
-        Parameters themselves are loaded by the module, before. Raises ValueError for the state of another fold, topology or ZeRO
-        layout.
+        Parameters themselves are loaded by the module, before. The buckets may be others, as with another ``reduce_bucket_size``:
+        the replicas then exchange their states, which together hold every parameter whole. Call on all of them.
+
+        Raises:
+            ValueError: the state of other parameters, parameter groups or numbers of replicas.
         """
         self.flush()
         if checkpoint_folder:
@@ -140,11 +145,9 @@ class ZeroOptimizerBase(ZeROOptimizer):
         else:
             mine = state_dict_list
             if not isinstance(mine, dict):
-                mine = state_dict_list[torch.distributed.get_rank(self.dp_process_group)]
-            if mine.get(keys.PARAM_SLICE_MAPPINGS) != self._slices():
-                raise ValueError("this optimizer state was saved with other chunks, parameter groups or replicas than it is loaded "
-                                 "into; convert the checkpoint with DeepSpeed's ds_to_universal and load it with "
-                                 '"checkpoint": {"load_universal": true}')
+                mine = state_dict_list[dist.get_rank(self.dp_process_group)]
+            if not all(self._from_replicas(mine.get(keys.PARAM_SLICE_MAPPINGS) == self._slices())):
+                mine = self._recut(mine, self._from_replicas(mine))
             self._load_global_state(mine)
             if load_optimizer_states:
                 self.optimizer.load_state_dict(mine[keys.BASE_OPTIMIZER_STATE])
@@ -156,6 +159,51 @@ class ZeroOptimizerBase(ZeROOptimizer):
         self._state_is_linked = False
         if self.state:
             self.link_state()
+
+    def _from_replicas(self, mine) -> list:
+        everyone = [None] * dist.get_world_size(self.dp_process_group)
+        dist.all_gather_object(everyone, mine, group=self.dp_process_group)
+        return everyone
+
+    def _recut(self, mine: dict, states: List[dict]) -> dict:
+        """``mine`` with the flat tensors of all replicas' ``states`` cut for the buckets of this optimizer."""
+        states = states[:max(mine[keys.PARTITION_COUNT], default=0)]  # one with ZeRO-0: each replica has everything
+        whole: Dict[str, Dict[str, list]] = {}  # parameter -> state -> its pieces by replica, or what is not cut, such as a step
+        for state in states:
+            flat = state[keys.BASE_OPTIMIZER_STATE]["state"]
+            for i, slices in enumerate(state[keys.PARAM_SLICE_MAPPINGS]):
+                values = {keys.FP32_WEIGHT_KEY: state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][i], **flat.get(i, {})}
+                for name, address in slices.items():
+                    for key, value in values.items():
+                        piece = value.narrow(0, address.start, address.numel) if _is_flat(value) else value
+                        whole.setdefault(name, {}).setdefault(key, []).append(piece)
+        groups = self.optimizer.state_dict()["param_groups"]
+        saved_groups = mine[keys.BASE_OPTIMIZER_STATE]["param_groups"]
+        saved_names = [{name for state in states for i in group["params"] for name in state[keys.PARAM_SLICE_MAPPINGS][i]}
+                       for group in saved_groups]
+        names = [{self.param_names[p] for i in group["params"] for p in self.buckets[i].parameters} for group in groups]
+        if saved_names != names or any(
+                sum(piece.numel() for piece in whole[self.param_names[p]][keys.FP32_WEIGHT_KEY]) != p.numel()
+                for bucket in self.buckets for p in bucket.parameters):
+            raise ValueError("this optimizer state was saved with other chunks, parameter groups or replicas than it is loaded "
+                             "into; convert the checkpoint with DeepSpeed's ds_to_universal and load it with "
+                             '"checkpoint": {"load_universal": true}')
+        masters, inner = [], {}
+        for index, bucket in enumerate(self.buckets):
+            values = {keys.FP32_WEIGHT_KEY: torch.zeros_like(bucket.master)}
+            for p in self._mapped(bucket):
+                part, place = p._hp_mapping.lp_fragment_address, p._hp_mapping.get_hp_fragment_address()
+                for key, pieces in whole[self.param_names[p]].items():
+                    if _is_flat(pieces[0]):
+                        target = values.setdefault(key, pieces[0].new_zeros(bucket.master.shape))
+                        target.narrow(0, place.start, place.numel).copy_(torch.cat(pieces).narrow(0, part.start, part.numel))
+                    else:
+                        values[key] = deepcopy(pieces[0])  # a step that counts for one bucket only
+            masters.append(values.pop(keys.FP32_WEIGHT_KEY))
+            inner[index] = values
+        groups = [{**saved, "params": group["params"]} for saved, group in zip(saved_groups, groups)]
+        return {**mine, keys.SINGLE_PARTITION_OF_FP32_GROUPS: masters,
+                keys.BASE_OPTIMIZER_STATE: {"state": inner, "param_groups": groups}}
 
     def _load_universal(self, folder: str) -> None:
         folder = os.path.join(folder, "zero")
@@ -189,6 +237,11 @@ class ZeroOptimizerBase(ZeROOptimizer):
                 bucket.refresh_master()
 
     _restore_from_bit16_weights = refresh_fp32_params
+
+
+def _is_flat(value) -> bool:
+    """Whether a state of a bucket has one value per element."""
+    return torch.is_tensor(value) and value.dim() == 1
 
 
 __all__ = ["TIMERS", "ZeroOptimizerBase"]

@@ -26,18 +26,30 @@ class BucketKey(NamedTuple):
     counted: bool
     #: index of the tie that sums the gradients over pipeline ranks, -1 for none
     tie: int
+    #: by layer: place of its first parameter in the model, so that buckets of a segment are in order of first use; else 0
+    place: int = 0
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether its gradients may be final within a backward: nothing comes from other segments or ranks."""
+        return self.first == self.segment and self.tie < 0
 
 
 def assign(param_groups: Sequence[dict], segments: Sequence[Sequence[torch.nn.Parameter]], ties: Sequence[Tuple],
-           counts_in_norm: Callable[[torch.nn.Parameter], bool]) -> List[Dict[BucketKey, List[torch.nn.Parameter]]]:
+           counts_in_norm: Callable[[torch.nn.Parameter], bool], layer_of: Optional[Dict[torch.nn.Parameter, int]] = None,
+           bucket_numel: int = 0) -> List[Dict[BucketKey, List[torch.nn.Parameter]]]:
     """For each user group, its trainable parameters by bucket, in the group's order; keys are sorted.
 
-    A parameter of the optimizer that lies in no segment gets gradients from anywhere: from the highest down to segment 0.
+    A parameter of the optimizer that lies in no segment gets gradients from anywhere: from the highest down to segment 0. With
+    ``layer_of`` (parameter -> layer), buckets hold ``bucket_numel`` elements at most (or one parameter), and in segment 0 one
+    layer; their parameters are in the model's order.
     """
     span: Dict[torch.nn.Parameter, Tuple[int, int]] = {}
+    place: Dict[torch.nn.Parameter, int] = {}
     for k, parameters in enumerate(segments):
         for p in parameters:
             span[p] = (span.get(p, (k, k))[0], k)
+            place.setdefault(p, len(place))
     groups_of_ties = list({id(group): group for _, group in ties})
     tie_of = {p: groups_of_ties.index(id(group)) for p, group in ties}
     result = []
@@ -48,8 +60,29 @@ def assign(param_groups: Sequence[dict], segments: Sequence[Sequence[torch.nn.Pa
                 segment, first = span.get(p, (0, len(segments) - 1))
                 key = BucketKey(segment, first, str(p.dtype), bool(counts_in_norm(p)), tie_of.get(p, -1))
                 buckets.setdefault(key, []).append(p)
+                place.setdefault(p, len(place))
+        if layer_of is not None:
+            buckets = {key._replace(place=place[piece[0]]): piece for key, parameters in buckets.items()
+                       for piece in _cut(key, sorted(parameters, key=place.get), layer_of, bucket_numel)}
         result.append({key: buckets[key] for key in sorted(buckets)})
     return result
+
+
+def _cut(key: BucketKey, parameters: List[torch.nn.Parameter], layer_of: Dict[torch.nn.Parameter, int],
+         bucket_numel: int) -> List[List[torch.nn.Parameter]]:
+    """Pieces of a bucket, filled from the back as a backward does: what leaves last is the smallest."""
+    if not key.leaves_early:
+        return [parameters]
+    pieces: List[List[torch.nn.Parameter]] = []
+    numel = 0
+    for p in reversed(parameters):
+        other_layer = pieces and key.segment == 0 and layer_of.get(p) != layer_of.get(pieces[0][0])
+        if not pieces or other_layer or numel + p.numel() > bucket_numel:
+            pieces.insert(0, [])
+            numel = 0
+        pieces[0].insert(0, p)
+        numel += p.numel()
+    return pieces
 
 
 class Bucket:
@@ -62,10 +95,12 @@ class Bucket:
         sharded: each replica steps its part; otherwise each steps all of it (ZeRO-0).
         accumulate_dtype: of ``full``.
         tie: process group over which gradients of tied weights are summed before the replicas average them.
+        on_final: called within a backward that :meth:`count_gradients` announced, when all gradients have arrived. Default:
+            gradients are not counted.
     """
 
     def __init__(self, key: BucketKey, parameters: List[torch.nn.Parameter], replicas: Replicas, sharded: bool,
-                 accumulate_dtype: torch.dtype, tie=None):
+                 accumulate_dtype: torch.dtype, tie=None, on_final: Optional[Callable[[], None]] = None):
         self.key, self.parameters, self.tie = key, parameters, tie
         self.replicas, self.sharded = replicas, sharded
         self.accumulate_dtype = accumulate_dtype
@@ -94,9 +129,15 @@ class Bucket:
         self.gather: Optional[Pending] = None
         self._full_views: List[torch.Tensor] = []
         self._gradients: Optional[List[torch.Tensor]] = None  # these views while gradients arrive
+        self._adds = accumulate_dtype != first.dtype  # else p.grad are the views
+        self._on_final = on_final
+        # how often each parameter's gradient arrives in one backward: more than once where reentrant checkpoints share it
+        self._expected = [0] * len(parameters)  # most so far, and once at least; 0: not known yet
+        self._arrived: Optional[List[int]] = None
+        self._missing = 0  # parameters that have not been seen as often as expected
         self._hooks = []
-        if accumulate_dtype != first.dtype:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._accumulator(i)) for i, p in enumerate(parameters)]
+        if self._adds or on_final is not None:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
 
     @property
     def aliased(self) -> bool:
@@ -121,13 +162,31 @@ class Bucket:
         else:
             self.full.zero_()
         self._gradients = self._full_views
-        if not self._hooks:
+        if not self._adds:
             for p, view in zip(self.parameters, self._gradients):
                 p.grad = view
 
+    def count_gradients(self) -> None:
+        """The last backward begins: call ``on_final`` when it has made all gradients."""
+        if self._on_final is not None:
+            self._arrived, self._missing = [0] * len(self.parameters), len(self.parameters)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients flow into ``full`` now."""
+        return self._gradients is not None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the last backward has made all gradients that it made before."""
+        return self._arrived is not None and self._missing == 0
+
     def close(self) -> None:
         """Take p.grad away: ``full`` is final. A parameter that got no gradient has zeros."""
-        if not self._hooks:
+        if self._arrived is not None:
+            self._expected = [max(1, *counts) for counts in zip(self._expected, self._arrived)]
+            self._arrived = None
+        if not self._adds:
             for p, view in zip(self.parameters, self._gradients):
                 grad, p.grad = p.grad, None
                 if grad is None:  # someone cleared it
@@ -136,22 +195,30 @@ class Bucket:
                     view.copy_(grad.detach())
         self._gradients = None
 
-    def check_no_stray(self, when: str) -> None:
+    def check_no_stray(self, when: str, remedy: str = "Backward passes of a segment must lie between begin_backward() and "
+                       "launch_reduce(); zero_grad() drops gradients made elsewhere") -> None:
         """Raises RuntimeError if a parameter has a gradient that would never be reduced."""
         for i, p in enumerate(self.parameters):
             if p.grad is not None:
                 raise RuntimeError(f"a gradient of parameter {i} (shape {list(p.shape)}) of segment {self.key.segment}'s bucket "
-                                   f"arrived {when}; it would be lost. Backward passes of a segment must lie between "
-                                   f"begin_backward() and launch_reduce(); zero_grad() drops gradients made elsewhere")
+                                   f"arrived {when}; it would be lost. {remedy}")
 
-    def _accumulator(self, index: int):
+    def _hook(self, index: int):
 
-        def accumulate(p):  # must return None
-            if self._gradients is not None:  # else it stays, for check_no_stray
+        def arrive(p):  # must return None
+            if self._gradients is None:
+                return  # it stays, for check_no_stray
+            if self._adds:
                 self._gradients[index].add_(p.grad)
                 p.grad = None
+            if self._arrived is not None:
+                self._arrived[index] += 1
+                if self._arrived[index] == self._expected[index]:
+                    self._missing -= 1
+                    if self._missing == 0:
+                        self._on_final()
 
-        return accumulate
+        return arrive
 
     @property
     def full_bytes(self) -> int:
@@ -181,7 +248,7 @@ class Bucket:
     def destroy(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._gradients, self.reduced = [], None, None
+        self._hooks, self._on_final, self._gradients, self.reduced = [], None, None, None
         self.release_full()
 
 

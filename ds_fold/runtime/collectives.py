@@ -10,13 +10,13 @@ built from pairwise transfers::
 Parts travel in chunks, all posted at once: gloo moves a chunk when both ends have posted it, without anyone waiting.
 """
 
-from typing import Callable, List, Optional
+from typing import Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
-#: elements of one message, see :class:`Replicas`
-CHUNK_NUMEL = 1 << 20
+#: most bytes of one message, see :class:`Replicas`
+CHUNK_BYTES = 4 << 20
 
 
 class Pending:
@@ -60,15 +60,16 @@ class Replicas:
 
     Args:
         group: the data-parallel process group. Groups of the job must be of one size.
-        chunk_numel: elements of one message between two ranks (gloo) or of one piece of an all-reduce. Smaller ones let
-            pipeline messages on the same link through sooner, at 0.1 to 0.6 ms per message.
+        chunk_bytes: most bytes of one message between two ranks (gloo) or of one piece of an all-reduce, and one element at
+            least. Smaller ones let pipeline messages on the same link through sooner, at 0.1 to 0.6 ms per message. Other backends
+            cut their reduce-scatter and all-gather themselves.
     """
 
-    def __init__(self, group: dist.ProcessGroup, chunk_numel: int = CHUNK_NUMEL):
-        if chunk_numel < 1:
-            raise ValueError(f"chunk_numel={chunk_numel} must be at least 1 element")
+    def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES):
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={chunk_bytes} must be at least 1")
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.chunk_numel = chunk_numel
+        self.chunk_bytes = chunk_bytes
         self._ranks = dist.get_process_group_ranks(group)
         self._group = duplicate_group(group) if self.size > 1 else None
         self.pairwise = self.size > 1 and dist.get_backend(group) == "gloo"
@@ -117,16 +118,19 @@ class Replicas:
     def all_reduce(self, flat: torch.Tensor) -> Pending:
         """Launch the sum over the ranks, in place. Result: ``flat``."""
         works = [] if self.size == 1 else [
-            dist.all_reduce(piece, group=self._group, async_op=True) for piece in flat.split(self.chunk_numel)
+            dist.all_reduce(piece, group=self._group, async_op=True) for piece in self._chunks(flat)
         ]
         return Pending(works, lambda: flat)
+
+    def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return flat.split(max(1, self.chunk_bytes // flat.element_size()))
 
     def _exchange(self, outgoing, incoming) -> List:
         """Post all messages: ``outgoing(peer)`` goes to each peer, ``incoming(peer)`` is filled by it."""
         pairs = []
         for step in range(1, self.size):  # each step is a permutation: no rank is everyone's target at once
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            pairs.append((to, outgoing(to).split(self.chunk_numel), source, incoming(source).split(self.chunk_numel)))
+            pairs.append((to, self._chunks(outgoing(to)), source, self._chunks(incoming(source))))
         works = []
         for chunk in range(max(len(sent) for _, sent, _, _ in pairs)):
             for to, sent, source, received in pairs:
@@ -144,4 +148,4 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)  # every dtype travels alike
 
 
-__all__ = ["CHUNK_NUMEL", "Pending", "Replicas", "duplicate_group"]
+__all__ = ["CHUNK_BYTES", "Pending", "Replicas", "duplicate_group"]

@@ -53,7 +53,7 @@ class PipelineEngine(compat.PipelineEngineBase):
         self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
         if self._sharded is not None:
             self.module.before_read = self._sharded.flush
-        self._begun = set()  # segments whose backward has begun in this batch
+        self._backwards: Dict[int, int] = {}  # segment -> backwards that have begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
         #: edge into a virtual stage -> its name on the channels and in messages, where the sender adds the layer
@@ -143,7 +143,7 @@ class PipelineEngine(compat.PipelineEngineBase):
         self.fwd_outputs = []
         if self._training_batch:
             self.begin_batch()
-            self._begun.clear()
+            self._backwards.clear()
             self._interpret(schedule)
         else:
             if self._sharded is not None:
@@ -165,8 +165,11 @@ class PipelineEngine(compat.PipelineEngineBase):
             raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step shards: "
                               f"use one that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
                               f"overlap_param_gather: false and ZeRO 0 or 1")
-        # the program waits for the gathers, before the next batch if not later
-        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True, **options)
+        by_layer = self.fold.overlap_grad_reduce == "layer"
+        # the program waits for the gathers, right after the step if not later
+        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True,
+                                layer_of=self.module.first_layers() if by_layer else None,
+                                chunk_bytes=self.fold.comm_chunk_bytes, **options)
 
     def _interpret(self, schedule) -> None:
         deterministic = self.fold.deterministic_rng
@@ -406,9 +409,12 @@ class PipelineEngine(compat.PipelineEngineBase):
 
     def exec_backward(self, segment, micro_batch, **_):
         slot = self._slot(segment, micro_batch)
-        if self._sharded is not None and segment not in self._begun:
-            self._begun.add(segment)
-            self._sharded.begin_backward(segment)
+        if self._sharded is not None:
+            count = self._backwards[segment] = self._backwards.get(segment, 0) + 1
+            if count == 1:
+                self._sharded.begin_backward(segment)
+            if count == self.micro_batches:  # whatever the order of the micro-batches
+                self._sharded.begin_last_backward(segment)
         if self._virtual_stage(segment) == self._last_virtual_stage:
             if slot.loss.requires_grad:
                 torch.autograd.backward(slot.loss)

@@ -1,7 +1,7 @@
 """The folded ``PipelineModule``: every pipeline rank holds one chunk of each segment."""
 
 from functools import partial
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from deepspeed.runtime import utils as ds_utils
@@ -104,16 +104,18 @@ class PipelineModule(compat.PipelineModuleBase):
 
     def segment_parameters(self) -> List[List[torch.nn.Parameter]]:
         """This rank's parameters by segment; a tied one appears in every segment that uses it, frozen ones too."""
-        result = []
-        for first, last in self.segment_ranges:
-            parameters = []
-            for local in range(first, last):
-                spec = self.layer_specs[self.global_layer_indices[local]]
-                layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.forward_funcs[local]
-                if isinstance(layer, torch.nn.Module):
-                    parameters += [p for p in layer.parameters() if not any(p is other for other in parameters)]
-            result.append(parameters)
-        return result
+        return [list(dict.fromkeys(p for local in range(first, last) for p in self._layer_parameters(local)))
+                for first, last in self.segment_ranges]
+
+    def first_layers(self) -> Dict[torch.nn.Parameter, int]:
+        """This rank's parameters -> global index of the first layer that uses them."""
+        return {p: index for local, index in reversed(list(enumerate(self.global_layer_indices)))
+                for p in self._layer_parameters(local)}
+
+    def _layer_parameters(self, local: int) -> List[torch.nn.Parameter]:
+        spec = self.layer_specs[self.global_layer_indices[local]]
+        layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else self.forward_funcs[local]
+        return list(layer.parameters()) if isinstance(layer, torch.nn.Module) else []
 
     def named_parameters(self, *args, **kwargs):
         self._wait_before_read()

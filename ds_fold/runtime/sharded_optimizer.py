@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..compat.optimizer import TIMERS, ZeroOptimizerBase
 from .buckets import Bucket, assign
-from .collectives import CHUNK_NUMEL, Replicas, duplicate_group
+from .collectives import CHUNK_BYTES, Replicas, duplicate_group
 
 
 class _Phase(Enum):
@@ -54,7 +54,11 @@ class ShardedOptimizer(ZeroOptimizerBase):
         dtype: of the model; default: that of the first parameter. Only fp16 scales the loss.
         accumulate_dtype: in which micro-batches' gradients are summed; default: the parameter's.
         communication_dtype: in which replicas' gradients are summed; default: ``dtype``.
-        chunk_numel: elements of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
+        layer_of: parameter -> layer; given: buckets are cut and leave by layer, as in HIPPIE (ICPP 2021): each within the
+            segment's last backward, as soon as its gradients are final. Segment 0, which has no other segment's backward to
+            hide behind, has a bucket per layer; others have one, unless ``bucket_numel`` is smaller.
+        bucket_numel: with ``layer_of``, most elements of a bucket, unless it is one parameter.
+        chunk_bytes: most bytes of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
         defer_gather: False: step() returns with all parameters whole.
         check_overflow: skip a step whose gradients are not finite; default: unless bf16, as DeepSpeed's ZeRO.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: DeepSpeed's, for fp16.
@@ -75,7 +79,9 @@ class ShardedOptimizer(ZeroOptimizerBase):
                  dtype: Optional[torch.dtype] = None,
                  accumulate_dtype: Optional[torch.dtype] = None,
                  communication_dtype: Optional[torch.dtype] = None,
-                 chunk_numel: int = CHUNK_NUMEL,
+                 layer_of: Optional[Dict[torch.nn.Parameter, int]] = None,
+                 bucket_numel: int = 500_000_000,
+                 chunk_bytes: int = CHUNK_BYTES,
                  defer_gather: bool = True,
                  check_overflow: Optional[bool] = None,
                  static_loss_scale: float = 1.0,
@@ -92,24 +98,32 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.communication_dtype = communication_dtype or dtype
         self.check_overflow = dtype != torch.bfloat16 if check_overflow is None else check_overflow
         self.defer_gather = defer_gather
-        self.replicas = Replicas(data_parallel_group, chunk_numel)
+        self.replicas = Replicas(data_parallel_group, chunk_bytes)
         # not the replicas' group: a norm must not queue behind gathers
         self._everyone = duplicate_group(None) if dist.get_world_size() > 1 else None
+        by_layer = layer_of is not None
         self.buckets: List[Bucket] = []
         groups_of_ties = list({id(group): group for _, group in ties}.values())
-        planned = assign(optimizer.param_groups, segments, ties, counts_in_norm)
+        planned = assign(optimizer.param_groups, segments, ties, counts_in_norm, layer_of, bucket_numel)
         for group, buckets in zip(optimizer.param_groups, planned):
             made = [
                 Bucket(key, parameters, self.replicas, stage > 0, accumulate_dtype or parameters[0].dtype,
-                       groups_of_ties[key.tie] if key.tie >= 0 else None) for key, parameters in buckets.items()
+                       groups_of_ties[key.tie] if key.tie >= 0 else None,
+                       self._launch_final if by_layer and key.leaves_early else None)
+                for key, parameters in buckets.items()
             ]
             group["params"] = [bucket.master for bucket in made]
             self.buckets += made
         v = len(segments)
         self._begin_with = [[b for b in self.buckets if b.key.first == k] for k in range(v)]
-        self._end_with = [[b for b in self.buckets if b.key.segment == k] for k in range(v)]
+        # in order of first use
+        self._end_with = [sorted((b for b in self.buckets if b.key.segment == k), key=lambda b: b.key.place) for k in range(v)]
+        # one order for all replicas, whichever gradient comes first: that of a backward, then what has to wait for its end
+        self._launch_order = [sorted(buckets, key=lambda b: (not b.key.leaves_early, -b.key.place)) for buckets in self._end_with]
         self._phases = [_Phase.IDLE] * v
         self._launched: List[int] = []  # segments of this step, in order
+        self._by_layer = by_layer
+        self._leaving: Optional[int] = None  # the segment in its last backward, by layer
         #: most bytes of full-size gradients that were held at once, since it was last set
         self.peak_full_gradient_bytes = 0
         self.link_parameters()
@@ -132,23 +146,60 @@ class ShardedOptimizer(ZeroOptimizerBase):
             bucket.open()
         self.peak_full_gradient_bytes = max(self.peak_full_gradient_bytes, self.full_gradient_bytes)
 
+    def begin_last_backward(self, k: int) -> None:
+        """By layer: call before the last backward of segment ``k`` in a step, which may be its first; the next launch must be
+        ``launch_reduce(k)``. A bucket leaves within that backward once all its gradients have arrived as often as in such a
+        backward before, and all buckets before it in the fixed order have left. So nothing leaves early in the first step, nor
+        behind a parameter that gets no gradient."""
+        if not self._by_layer:
+            return
+        if self._phases[k] is not _Phase.BEGUN or self._leaving is not None:
+            other = f"; segment {self._leaving} is in its last backward" if self._leaving is not None else ""
+            raise RuntimeError(f"begin_last_backward({k}), but the segment {self._phases[k].value}{other}")
+        self._leaving = k
+        for bucket in self._launch_order[k]:
+            bucket.count_gradients()
+
     @torch.no_grad()
     def launch_reduce(self, k: int) -> None:
-        """Call after the last backward of segment ``k``; never blocks. A weight that several segments of this rank share leaves
-        with the lowest of them; a tied weight's sum over pipeline ranks is launched here, and its average over replicas once
-        that is over, in :meth:`wait_reduce` or :meth:`step`."""
+        """Call after the last backward of segment ``k``: what has not left yet leaves now; never blocks. A weight that several
+        segments of this rank share leaves with the lowest of them; a tied weight's sum over pipeline ranks is launched here, and
+        its average over replicas once that is over, in :meth:`wait_reduce` or :meth:`step`.
+
+        Raises:
+            RuntimeError: also where a gradient came after its bucket had left.
+        """
         for bucket in self._end_with[k]:
             if self._phases[bucket.key.first] is not _Phase.LAUNCHED and bucket.key.first != k:
                 raise RuntimeError(f"launch_reduce({k}): segment {bucket.key.first} shares weights with it and "
                                    f"{self._phases[bucket.key.first].value}")
+        if self._leaving not in (None, k):  # replicas would launch in different orders
+            raise RuntimeError(f"launch_reduce({k}), but segment {self._leaving} is in its last backward and has to leave first")
+        self._leaving = None
         self._advance(k, "launch_reduce", _Phase.BEGUN, _Phase.LAUNCHED)
         self._launched.append(k)
-        for bucket in self._end_with[k]:
-            bucket.close()
-            if bucket.tie is not None and dist.get_world_size(bucket.tie) > 1:
-                bucket.tied_sum = dist.all_reduce(bucket.full, group=bucket.tie, async_op=True)
+        for bucket in self._launch_order[k]:
+            if bucket.is_open:
+                self._launch(bucket)
             else:
-                self._reduce(bucket)
+                bucket.check_no_stray("after its bucket had left, since it came more often than in any last backward before",
+                                      'Use "overlap_grad_reduce": "segment" for such a model')
+
+    @torch.no_grad()
+    def _launch_final(self) -> None:
+        """Called within the last backward of a segment: launch what is final, as far as the order allows."""
+        for bucket in self._launch_order[self._leaving]:
+            if bucket.is_open:
+                if not bucket.is_final:
+                    break
+                self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.close()
+        if bucket.tie is not None and dist.get_world_size(bucket.tie) > 1:
+            bucket.tied_sum = dist.all_reduce(bucket.full, group=bucket.tie, async_op=True)
+        else:
+            self._reduce(bucket)
 
     def wait_reduce(self, k: int) -> None:
         """Block until segment ``k``'s reduction, which was launched, is over on this rank: until all replicas have launched it.

@@ -45,7 +45,7 @@ OPS: Dict[str, str] = {
     RECV_GRAD: "post the receive of the gradient of segment k's output from the next virtual stage",
     WAIT_RECV_GRAD: "wait until that gradient has arrived",
     REDUCE_TIED: "sum the gradients of weights tied across pipeline ranks",
-    REDUCE: "launch the data-parallel reduction of segment k's gradients",
+    REDUCE: "launch the data-parallel reduction of segment k's gradients, of all that has not left within its last backward",
     WAIT_REDUCE: "wait for that reduction",
     STEP: "optimizer step",
     GATHER: "launch the gather of segment k's stepped parameters",

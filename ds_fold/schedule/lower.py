@@ -13,6 +13,8 @@ step made of them may be waited for as late as the segment's first forward in th
 
     off                 ... B B B  RT R1 R0 WR1 WR0 STEP G0 G1 WG0 WG1
     overlapped   WG0 F F F  WG1 F F F  B B B R1  B B B R0  RT WR1 WR0 STEP G0 G1
+
+``Rk`` is where the launch is complete: by layer, most of it happened within the B before, where a program cannot look.
 """
 
 from typing import List, NamedTuple, Optional

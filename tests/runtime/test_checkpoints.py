@@ -9,6 +9,7 @@ from pool import RankError, RankPool
 
 AIAO = {"schedule": "aiao", "segments": 2}
 OVERLAPPED = {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True}
+BY_LAYER = {**OVERLAPPED, "overlap_grad_reduce": "layer"}
 LAYERS = 8
 BATCH = 8  # micro-batches of one step, over all replicas
 
@@ -43,18 +44,18 @@ def resume_universal(folder, P, fold, *precision):
 
 
 STOCK = None
-SAVERS = {"aiao": (2, AIAO), "stock": (2, STOCK), "overlapped": (2, OVERLAPPED)}
+SAVERS = {"aiao": (2, AIAO), "stock": (2, STOCK), "overlapped": (2, OVERLAPPED), "by_layer": (2, BY_LAYER)}
 
 
 @pytest.mark.parametrize("saver, precision", [("aiao", ("fp32", None)), ("stock", ("fp32", None)), ("stock", ("bf16", "fp32")),
-                                              ("overlapped", ("bf16", None)), ("overlapped", ("bf16", "fp32"))])
+                                              ("overlapped", ("bf16", None)), ("by_layer", ("bf16", "fp32"))])
 def test_universal_checkpoints_go_both_ways_between_folds_topologies_and_stock(tmp_path, saver, precision):
     W, saver = 4, SAVERS[saver]
     folder = str(tmp_path)
     losses, weights, lr = RankPool.of(W).run(save_after_three_steps, folder, *saver, *precision)[0]
     to_universal(os.path.join(folder, "saved"), os.path.join(folder, "universal"))
     (tmp_path / "latest_universal").write_text("universal")
-    loaders = [(2, (2, OVERLAPPED)), (2, (1, {**OVERLAPPED, "segments": 4})), (4, (4, {"schedule": "1f1b"}))]
+    loaders = [(2, (2, OVERLAPPED)), (2, (1, {**BY_LAYER, "segments": 4})), (4, (4, {"schedule": "1f1b"}))]
     if saver[1] is not STOCK:
         loaders = [(1, (1, STOCK)), (4, (2, STOCK)), (2, (1, {"schedule": "aiao", "segments": 4})), *loaders]
     for world, loader in loaders:
@@ -88,24 +89,29 @@ def test_weights_go_both_ways_by_the_layer_files(tmp_path, zero):
     assert all(pair == (0, 0) for pair in RankPool.of(2).run(job, str(tmp_path), zero)[0])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_an_overlapped_run_resumes_as_if_it_had_never_stopped(tmp_path, zero):
-    def job(folder, zero):
-        def fresh():
-            return build(False, ds_config(4, zero, "fp16", fold=OVERLAPPED), 2, 8, tied=True)
+@pytest.mark.parametrize("zero, folds, numel", [(0, (OVERLAPPED, OVERLAPPED), 10**5), (1, (OVERLAPPED, OVERLAPPED), 10**5),
+                                                (2, (OVERLAPPED, BY_LAYER), 50), (0, (BY_LAYER, OVERLAPPED), 10**5),
+                                                (1, (BY_LAYER, BY_LAYER), 50)])
+def test_an_overlapped_run_resumes_as_if_it_had_never_stopped(tmp_path, zero, folds, numel):
+    """With buckets as they were or others: saved with 100,000 elements at most, resumed with ``numel``."""
+    def job(folder, zero, folds, numel):
+        def fresh(fold, numel):
+            config = ds_config(4, zero, "fp16", fold=fold)
+            config["zero_optimization"]["reduce_bucket_size"] = numel
+            return build(False, config, 2, 8, tied=True)
 
-        first = fresh()
+        first = fresh(folds[0], 10**5)
         batches = data(first.grid.get_data_parallel_rank(), "fp16")
         for _ in range(2):
             first.train_batch(batches)
         first.save_checkpoint(folder)  # while gathers are in flight
-        again = fresh()
+        again = fresh(folds[1], numel)
         again.load_checkpoint(folder)
         kept = largest_difference(whole_model(first.module), whole_model(again.module))[0]
         more = [float(first.train_batch(data(3, "fp16"))) - float(again.train_batch(data(3, "fp16"))) for _ in range(2)]
         return kept, more, largest_difference(whole_model(first.module), whole_model(again.module))[0]
 
-    assert RankPool.of(4).run(job, str(tmp_path), zero)[0] == (0, [0, 0], 0)
+    assert RankPool.of(4).run(job, str(tmp_path), zero, folds, numel)[0] == (0, [0, 0], 0)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

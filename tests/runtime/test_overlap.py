@@ -1,8 +1,11 @@
 """Data-parallel communication behind compute: launched when it may be, waited for where needed, never seen from outside."""
 
+from unittest import mock
+
 import pytest
 import torch
-from models import build, data, ds_config, make_layers, whole_model
+import torch.distributed as dist
+from models import TORCH_DTYPE, Block, build, data, ds_config, make_layers, seed_cpu, whole_model
 from pool import RankError, RankPool
 
 OVERLAP = {"overlap_grad_reduce": "segment", "overlap_param_gather": True}
@@ -93,6 +96,51 @@ def test_a_checkpoint_loaded_right_after_a_step_is_not_overwritten_by_what_is_in
         return max(float((loaded[name] - saved[name]).abs().max()) for name in saved), engine.global_steps
 
     assert RankPool.of(4).run(job, str(tmp_path))[0] == (0, 1)
+
+
+@pytest.mark.parametrize("granularity", ["segment", "layer"])
+@pytest.mark.parametrize("zero, communicate", [(0, "bf16"), (1, "bf16"), (2, "fp16"), (1, None)])
+def test_communication_data_type_rounds_gradients_before_the_average(granularity, zero, communicate):
+    """One step of SGD with lr 1: the weights move by the average of the replicas' rounded gradients, and by nothing else."""
+    def gradients(replica):
+        layers = [(seed_cpu(1234 + i), Block())[1] for i in range(4)]
+        batches = data(replica)
+        for _ in range(2):
+            x, y = next(batches)
+            for layer in layers:
+                x = layer(x)
+            (torch.nn.functional.mse_loss(x, y) / 2).backward()
+        return {f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+
+    def job():
+        more = {"communication_data_type": communicate} if communicate else {}
+        config = ds_config(2, zero, optimizer={"type": "SGD", "params": {"lr": 1.0}}, zero_allow_untested_optimizer=True,
+                           fold={"schedule": "aiao", "segments": 2, "overlap_grad_reduce": granularity}, **more)
+        engine = build(False, config, 1, 4)
+        engine.train_batch(data(engine.grid.get_data_parallel_rank()))
+        weights, wire, rounded = whole_model(engine.module), TORCH_DTYPE[communicate or "fp32"], False
+        first, second = gradients(0), gradients(1)
+        for name, weight in weights.items():
+            average = (first[name].grad.to(wire) / 2 + second[name].grad.to(wire) / 2).float()
+            assert torch.equal(weight, first[name].detach() - average), name
+            rounded = rounded or not torch.equal(average, (first[name].grad + second[name].grad) / 2)
+        return rounded
+
+    assert RankPool.of(2).run(job) == [communicate is not None] * 2
+
+
+def test_comm_chunk_bytes_bounds_every_message_between_replicas():
+    def job():
+        config = ds_config(2, 1, fold={"schedule": "1f1b", "comm_chunk_bytes": 1024, **OVERLAP})
+        engine, sent, real = build(False, config, 1, 4), [], dist.isend
+        with mock.patch.object(dist, "isend", lambda t, *args, **kwargs: sent.append(t.nbytes) or real(t, *args, **kwargs)):
+            engine.train_batch(data(engine.grid.get_data_parallel_rank()))
+            engine.optimizer.flush()
+        return max(sent), sum(sent), sum(bucket.flat.nbytes for bucket in engine.optimizer.buckets)
+
+    # a half of the gradients and a half of the parameters leave each of the two replicas
+    for largest, total, model in RankPool.of(2).run(job):
+        assert largest == 1024 and total == model
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_refused():

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from copy import deepcopy
 from unittest import mock
 
 import deepspeed
@@ -40,11 +41,46 @@ def test_a_state_dict_continues_bit_for_bit(D, dtype, accumulate, stage, tmp_pat
             items = next(stream)
             first.step(items)
             again.step(items)
-        with pytest.raises(ValueError, match="ds_to_universal"):
-            Model(4, **options).optimizer.load_state_dict(saved["optimizer"])
         return largest_difference(first.weights(), again.weights())[0], first.optimizer.loss_scale == again.optimizer.loss_scale
 
     assert RankPool.of(D).run(job, str(tmp_path)) == [(0.0, True)] * D
+
+
+@pytest.mark.parametrize("D, dtype, stage", [(1, "fp32", 1), (2, "fp32", 1), (2, "bf16", 2), (2, "fp16", 0)])
+@pytest.mark.parametrize("saver, loader", [((2, {}), (2, {"by_layer": True, "bucket_numel": 30})),
+                                           ((2, {"by_layer": True, "bucket_numel": 1}), (4, {})),
+                                           ((2, {"by_layer": True}), (1, {"by_layer": True, "bucket_numel": 500}))])
+def test_a_state_saved_with_other_buckets_continues_bit_for_bit(D, dtype, stage, saver, loader):
+    def job():
+        def groups(params):
+            return [{"params": [p for p in params if p.dim() > 1], "lr": 5e-3}, {"params": [p for p in params if p.dim() == 1]}]
+
+        def model(v, options):
+            return Model(v, dtype=dtype, stage=stage, groups=groups, **options)
+
+        first, again, stream = model(*saver), model(*loader), batches_of(2, dtype)
+        for _ in range(3):
+            first.step_by_segments(next(stream))
+        first.optimizer.flush()
+        first.inner.param_groups[1]["lr"] = 1e-3
+        saved = deepcopy(first.optimizer.state_dict())
+        for mine, theirs in zip(again.layers, first.layers):
+            mine.load_state_dict(theirs.state_dict())
+        again.optimizer.load_state_dict(saved)
+        for _ in range(3):
+            items = next(stream)
+            first.step_by_segments(items)
+            again.step_by_segments(items)
+        with pytest.raises(ValueError, match="other chunks, parameter groups or replicas.*ds_to_universal"):
+            Model(2, dtype=dtype, stage=stage).optimizer.load_state_dict(saved)  # has one parameter group
+        if D > 1 and stage > 0:
+            saved["partition_count"] = [1] * len(saved["partition_count"])  # as if the other replica's part did not exist
+            with pytest.raises(ValueError, match="other chunks, parameter groups or replicas"):
+                model(4, {"by_layer": True}).optimizer.load_state_dict(saved)
+        assert [group["lr"] for group in again.optimizer.param_groups] == [5e-3, 1e-3]
+        return largest_difference(first.weights(), again.weights())[0], first.optimizer.loss_scale == again.optimizer.loss_scale
+
+    assert RankPool.of(D).run(job) == [(0.0, True)] * D
 
 
 def engine_of(v, dtype, zero=1, universal=False):
