@@ -28,5 +28,5 @@ def test_colour_changes_no_character(schedule, P, v, M):
 @pytest.mark.parametrize("schedule,P,v,M", [("1f1b", 4, 1, 8), ("interleaved_1f1b", 2, 2, 4), ("aiao", 4, 3, 8)])
 def test_a_programs_timeline_has_its_bubble(schedule, P, v, M):
     one = program(schedule, P, v, M)
-    assert measure(of_program("", one), 0).bubble_fraction == pytest.approx(bubble_fraction(one))
+    assert measure(of_program("", one))[0].bubble_fraction == pytest.approx(bubble_fraction(one))
     assert len(of_program("", one).events) == 2 * P * v * M

@@ -115,8 +115,7 @@ class Recorder:
     def _report(self, traces: List[RankTrace]) -> None:
         timeline = assemble(traces)
         monitor = []
-        for i, step in enumerate(traces[0].steps):
-            metrics = measure(timeline, i)
+        for step, metrics in zip(traces[0].steps, measure(timeline)):
             # printed as DeepSpeed prints a step's loss: its logger is silent below warnings
             print(f"ds_fold step {step.number}: {describe(metrics)}")
             monitor += [(f"Train/Fold/{name}", value, step.samples)

@@ -1,6 +1,8 @@
 """What a timeline says about a step, in numbers."""
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from bisect import bisect_left, bisect_right
+from collections import deque
+from typing import Deque, Dict, List, NamedTuple, Optional, Tuple
 
 from ..events import COMPUTE, DATA_PARALLEL, WAITING, Event, Timeline
 from ..schedule import actions as op
@@ -26,21 +28,35 @@ class Metrics(NamedTuple):
     exposed_pipeline_s: float
 
 
-def measure(timeline: Timeline, index: int) -> Metrics:
-    """The metrics of the ``index``-th step of a timeline."""
-    begin, end = timeline.steps[index:index + 2]
-    events = [e._replace(start=max(e.start, begin), end=min(e.end, end))
-              for e in timeline.events if e.start < end and e.end > begin]
-    ranks = len({e.rank for e in timeline.events})
+def measure(timeline: Timeline) -> List[Metrics]:
+    """The metrics of every step of a timeline."""
+    ranks = len({event.rank for event in timeline.events})
+    arriving: Dict[Tuple[int, str], Deque[Event]] = {}
+    for receive in sorted({j for _, j in messages(timeline)}, key=lambda j: timeline.events[j].start):
+        event = timeline.events[receive]
+        arriving.setdefault((event.rank, "W" + event.action), deque()).append(event)
+    return [_measure(events, begin, end, ranks, arriving)
+            for events, begin, end in zip(_by_step(timeline), timeline.steps, timeline.steps[1:])]
+
+
+def _by_step(timeline: Timeline) -> List[List[Event]]:
+    """The events of each step, cut to it, in order of time."""
+    begins, result = timeline.steps[:-1], [[] for _ in timeline.steps[1:]]
+    for event in sorted(timeline.events, key=lambda e: e.start):
+        for i in range(max(0, bisect_right(begins, event.start) - 1), bisect_left(begins, event.end)):
+            begin, end = timeline.steps[i:i + 2]
+            if event.start < end and event.end > begin:
+                result[i].append(event._replace(start=max(event.start, begin), end=min(event.end, end)))
+    return result
+
+
+def _measure(events: List[Event], begin: float, end: float, ranks: int, arriving: Dict[Tuple[int, str], Deque[Event]]) -> Metrics:
+    """Of one step; ``arriving`` loses the messages that were over before a wait for a later one."""
     compute = exposed = exposed_pipeline = 0.0
     over = begin
     transfers: Dict[int, List[Tuple[float, float]]] = {}
-    arriving: Dict[Tuple[int, str], List[Event]] = {}
-    for receive in {j for _, j in messages(timeline)}:
-        event = timeline.events[receive]
-        arriving.setdefault((event.rank, "W" + event.action), []).append(event)
     for e in events:
-        kind = e.action.rstrip("0123456789.")
+        kind = op.Action.parse(e.action).op
         if e.track == COMPUTE and kind in (op.F, op.B):
             compute += e.end - e.start
             over = max(over, e.end) if kind == op.B else over
@@ -49,8 +65,10 @@ def measure(timeline: Timeline, index: int) -> Metrics:
         elif e.track == WAITING and kind in DATA_PARALLEL_OPS:
             exposed += e.end - e.start
         elif e.track == WAITING and kind != op.REDUCE_TIED:
-            message = next((m for m in arriving.get((e.rank, e.action), ()) if m.end >= e.start), None)
-            exposed_pipeline += e.end - max(e.start, min(e.end, message.start) if message else e.start)
+            coming = arriving.get((e.rank, e.action), ())
+            while coming and coming[0].end < e.start:
+                coming.popleft()
+            exposed_pipeline += e.end - max(e.start, min(e.end, coming[0].start) if coming else e.start)
     in_flight = sum(map(_covered, transfers.values()))
     return Metrics(end - begin, 1 - compute / (ranks * (over - begin)) if over > begin else 0.0, exposed / ranks,
                    max(0.0, 1 - exposed / in_flight) if in_flight else None, exposed_pipeline / ranks)
@@ -58,13 +76,13 @@ def measure(timeline: Timeline, index: int) -> Metrics:
 
 def table(timeline: Timeline) -> str:
     """A line for each step of a timeline."""
-    first = timeline.about.get("first step", 0)
-    return "\n".join(f"step {first + i}: {describe(measure(timeline, i))}" for i in range(len(timeline.steps) - 1))
+    return "\n".join(f"step {number}: {describe(metrics)}"
+                     for number, metrics in enumerate(measure(timeline), timeline.about.get("first step", 0)))
 
 
 def summary(timeline: Timeline, scale: float = 1e3, unit: str = "ms") -> str:
     """The mean over all steps, as a line for people."""
-    steps = [measure(timeline, i) for i in range(len(timeline.steps) - 1)]
+    steps = measure(timeline)
     known = [[value for value in values if value is not None] for values in zip(*steps)]
     mean = Metrics(*(sum(values) / len(values) if values else None for values in known))
     return describe(mean, scale, f"{unit} a step" if len(steps) > 1 else unit)

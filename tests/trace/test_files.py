@@ -76,14 +76,21 @@ def test_metrics_of_a_known_step():
         # 6 seconds in flight, of which rank 1 waits 3
         Event(1, DATA_PARALLEL, "R0", 8, 14), Event(1, DATA_PARALLEL, "G0", 9, 10), Event(1, WAITING, "WR0", 11, 14),
     ]
-    metrics = measure(Timeline("", 2, 1, 1, 1, events, [0, 20, 30]), 0)
+    metrics = measure(Timeline("", 2, 1, 1, 1, events, [0, 20, 30]))[0]
     assert metrics.step_s == 20
     assert metrics.bubble_fraction == pytest.approx(1 - 10 / 26)  # four computes in 13 seconds of two ranks
     assert metrics.exposed_data_parallel_s == 1.5 and metrics.hidden_data_parallel == 0.5
     assert metrics.exposed_pipeline_s == 0.75
     assert describe(metrics) == "2e+04 ms, bubble 61.5%, exposed data parallel 1.5e+03 (50% hidden), exposed messages 750"
-    nothing = measure(Timeline("", 2, 1, 1, 1, events, [0, 20, 30]), 1)
+    nothing = measure(Timeline("", 2, 1, 1, 1, events, [0, 20, 30]))[1]
     assert nothing.hidden_data_parallel is None and nothing.bubble_fraction == 0
+
+
+def test_equal_steps_have_equal_metrics():
+    """Many of them: a wait belongs to its own step's message, which comes first of those that are not over."""
+    first, *others, _ = measure(assemble([recording(rank, v=2, M=5, steps=8) for rank in range(2)]))
+    assert len(others) == 6 and first.exposed_pipeline_s > 0
+    assert [metrics.exposed_pipeline_s for metrics in others] == pytest.approx([first.exposed_pipeline_s] * 6)
 
 
 # bad input ----------------------------------------------------------------------------------------------------------------
@@ -114,7 +121,7 @@ def test_a_missing_rank(folder):
     ranks, timeline, warnings = read_warned(folder)
     assert ranks == [0, 1, 3]
     assert len(warnings) == 1 and "no trace of rank 2; copy rank2.json" in warnings[0]
-    assert 0 < measure(timeline, 0).bubble_fraction < 1
+    assert 0 < measure(timeline)[0].bubble_fraction < 1
 
 
 def test_a_truncated_file(folder):

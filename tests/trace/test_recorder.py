@@ -116,7 +116,7 @@ def test_reductions_are_in_flight_behind_backwards(overlapped):
         gathers = [e for e in timeline.events if e.rank == rank and e.action == "G1"]
         assert any(e.start < end < e.end for e in gathers)  # waited for in the next step
     for i in range(3):
-        assert 0 < measure(timeline, i).hidden_data_parallel < 1
+        assert 0 < measure(timeline)[i].hidden_data_parallel < 1
 
 
 def test_rank_0_reports_each_step(overlapped):
@@ -124,12 +124,12 @@ def test_rank_0_reports_each_step(overlapped):
     timeline = read(str(folder / "traces"))
     assert [line.split(":")[0] for line in log[:3]] == ["ds_fold step 1", "ds_fold step 2", "ds_fold step 3"]
     assert log[3].endswith(f"python -m ds_fold trace {folder / 'traces'} -o timeline.html") and len(log) == 4
-    for name in measure(timeline, 0)._fields:
+    for name in measure(timeline)[0]._fields:
         [path] = folder.rglob(f"*Train_Fold_{name}*.csv")
         rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
         samples = 4 * MICRO_BATCH * 2  # a step
         assert [int(float(x)) for x, _ in rows] == [2 * samples, 3 * samples, 4 * samples]
-        assert [float(y) for _, y in rows] == pytest.approx([getattr(measure(timeline, i), name) for i in range(3)], abs=1e-5)
+        assert [float(y) for _, y in rows] == pytest.approx([getattr(measure(timeline)[i], name) for i in range(3)], abs=1e-5)
 
 
 def test_bubble_of_1f1b_is_its_closed_form(tmp_path):
@@ -138,7 +138,7 @@ def test_bubble_of_1f1b_is_its_closed_form(tmp_path):
 
     RankPool.of(2).run(task, timeout=300)
     timeline = read(str(tmp_path / "traces"))
-    bubbles = [measure(timeline, i).bubble_fraction for i in range(3)]
+    bubbles = [measure(timeline)[i].bubble_fraction for i in range(3)]
     assert min(bubbles, key=lambda b: abs(b - 1 / 5)) == pytest.approx(1 / 5, abs=0.05)  # (P-1) / (M + P-1)
     forwards = [e.end - e.start for e in timeline.events if e.action.startswith("F")]
     assert len(forwards) == 3 * 8 and min(forwards) >= 0.04
@@ -153,5 +153,5 @@ def test_training_that_ends_early_leaves_what_was_recorded_and_blocking_reductio
     assert len(timeline.steps) == 4
     reductions = [(e.track, e.start, e.end) for e in timeline.events if e.action == "R0"]
     assert len([r for r in reductions if r[0] == DATA_PARALLEL]) == len([r for r in reductions if r[0] == WAITING]) == 6
-    metrics = measure(timeline, 0)
+    metrics = measure(timeline)[0]
     assert metrics.exposed_data_parallel_s > 0 and metrics.hidden_data_parallel == pytest.approx(0, abs=0.05)
