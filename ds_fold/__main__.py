@@ -1,4 +1,5 @@
-"""``python -m ds_fold check`` and ``simulate``: what a ds_config would run and how long it takes, without starting anything."""
+"""``python -m ds_fold check`` and ``simulate``: what a ds_config would run and how long it takes, without starting anything;
+``trace``: what a run has recorded."""
 
 import argparse
 import os
@@ -10,6 +11,8 @@ from .plan import PlanError, command
 
 #: characters of a line of the timeline as text, where it goes to a file
 TEXT_WIDTH = 400
+#: arguments of the commands that count something
+COUNTS = ("layers", "pp", "dp", "micro_batches")
 
 CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
 
@@ -29,10 +32,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     check.add_argument("--eval", action="store_true", help="show the evaluation programs instead")
     check.add_argument("--timeline", action="store_true", help="print the schedule as a staircase")
     check.add_argument("--png", metavar="FILE", help="draw the schedule (needs matplotlib)")
+    check.set_defaults(run=_check)
     simulate = commands.add_parser("simulate", help=command.HELP, description=command.HELP)
     command.add_arguments(simulate)
     simulate.set_defaults(run=command.run)
-    check.set_defaults(run=_check)
     trace = commands.add_parser("trace", help=TRACE_HELP, description=TRACE_HELP)
     trace.add_argument("folders", nargs="+", metavar="FOLDER", help="what ds_fold.trace.path named")
     trace.add_argument("-o", "--output", metavar="FILE", default="timeline.html",
@@ -46,6 +49,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     from .schedule import ScheduleError
     from .trace import TraceError
     try:
+        for name in COUNTS:
+            value = getattr(args, name, None)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         return args.run(args)
     except (ConfigError, ScheduleError, PlanError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,10 +64,6 @@ def _check(args) -> int:
     from .partition import partition_uniform
     from .schedule import bubble_fraction, verify
 
-    for name in ("layers", "pp", "dp", "micro_batches"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     config = load_config(args.config)
     fold = fold_config(config)
     M = args.micro_batches or micro_batches_of(config, args.dp)

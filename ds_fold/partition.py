@@ -1,6 +1,41 @@
 """Cuts a chain of layers into contiguous chunks: the parts of the virtual stages. Pure Python."""
 
-from typing import List, Sequence
+from typing import Callable, List, Sequence, Union
+
+
+class PartitionError(ValueError):
+    """A partition that does not cut the layers into the chunks."""
+
+
+def cut_layers(method: Union[str, Sequence[int]], layers: int, chunks: int, parameters: Callable[[], Sequence[int]],
+               matching: Callable[[str], Sequence[bool]]) -> List[int]:
+    """Cuts ``[0, ..., layers]`` by the config's ``partition``.
+
+    Args:
+        method: "uniform", "parameters", "type:regex", or the cuts themselves.
+        layers, chunks: numbers of them; layers >= chunks.
+        parameters: called for "parameters": each layer's number of them, or bytes.
+        matching: called with the regex of "type:regex": whether each layer's name matches.
+
+    Raises:
+        PartitionError: another method, or cuts that do not fit.
+    """
+    if not isinstance(method, str):
+        cuts = [int(cut) for cut in method]
+        ascending = all(a < b for a, b in zip(cuts, cuts[1:]))
+        if len(cuts) != chunks + 1 or cuts[0] != 0 or cuts[-1] != layers or not ascending:
+            raise PartitionError(f"partition={cuts} must be {chunks + 1} ascending cuts from 0 to {layers} (one chunk of at least "
+                                 f"one layer for each of the {chunks} virtual stages), such as {partition_uniform(layers, chunks)}")
+        return cuts
+    kind = method.lower()
+    if kind == "uniform":
+        return partition_uniform(layers, chunks)
+    if kind == "parameters":
+        return partition_balanced(parameters(), chunks)
+    if kind.startswith("type:"):
+        return partition_balanced([int(hit) for hit in matching(method[len("type:"):])], chunks)
+    raise PartitionError(f"partition={method!r} is not known; use 'uniform', 'parameters', 'type:regex' or a list of "
+                         f"{chunks + 1} cuts")
 
 
 def partition_uniform(layers: int, parts: int) -> List[int]:

@@ -3,7 +3,7 @@
 import re
 from typing import List
 
-from ..partition import partition_balanced, partition_uniform
+from ..partition import PartitionError, cut_layers
 from .costs import Cluster, PlanError, Profile
 from .result import Result
 from .simulate import simulate
@@ -33,10 +33,6 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     """Print the table. Raises ConfigError, ScheduleError or PlanError."""
     from ..config import fold_config, load_config, micro_batches_of, zero_stage_of  # slow: loads DeepSpeed
-    for name in ("pp", "dp", "micro_batches", "layers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise PlanError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     config = load_config(args.config)
     fold, zero = fold_config(config), zero_stage_of(config)
     cluster, profile = Cluster.load(args.cluster), _profile(args)
@@ -74,19 +70,15 @@ def _profile(args) -> Profile:
 
 
 def _cuts(fold, profile: Profile, P: int) -> List[int]:
-    chunks, method = fold.segments * P, fold.partition or "uniform"
-    if isinstance(method, list):
-        if len(method) != chunks + 1:
-            raise PlanError(f"ds_fold.partition={method} must be {chunks + 1} cuts for {chunks} chunks")
-        return method
-    if method.lower() == "uniform":
-        return partition_uniform(len(profile.layers), chunks)
-    if method.lower() == "parameters":
-        return partition_balanced([int(layer.parameter_bytes) for layer in profile.layers], chunks)
-    if method.lower().startswith("type:"):
-        pattern = re.compile(method[len("type:"):], re.IGNORECASE)
-        return partition_balanced([int(bool(pattern.search(layer.name))) for layer in profile.layers], chunks)
-    raise PlanError(f"ds_fold.partition={method!r} is not known; use 'uniform', 'parameters', 'type:regex' or a list of cuts")
+    def matching(regex: str) -> List[bool]:
+        pattern = re.compile(regex, re.IGNORECASE)
+        return [pattern.search(layer.name) is not None for layer in profile.layers]
+
+    try:
+        return cut_layers(fold.partition or "uniform", len(profile.layers), fold.segments * P,
+                          lambda: [int(layer.parameter_bytes) for layer in profile.layers], matching)
+    except PartitionError as error:
+        raise PlanError(f"ds_fold.{error}") from None
 
 
 def _print(title: str, result: Result, alone: Result, cluster: Cluster) -> None:

@@ -34,11 +34,13 @@ class Channel:
         ends: when each transfer was over: it is at the receiver, and the sender is told.
         parked: who waits for a transfer that is not over yet.
     """
-    __slots__ = ("out", "into", "is_bulk", "sizes", "sent", "posted", "ready", "begun", "ends", "parked", "flowing", "rate",
-                 "remaining", "since", "version")
+    __slots__ = ("out", "into", "is_bulk", "places", "sizes", "sent", "posted", "ready", "begun", "ends", "parked", "flowing",
+                 "rate", "remaining", "since", "version")
 
     def __init__(self, out: Port, into: Port, is_bulk: bool = False):
         self.out, self.into, self.is_bulk = out, into, is_bulk
+        #: where it stands while it is active
+        self.places = (out.bulk, into.bulk) if is_bulk else (out.messages, into.messages)
         self.parked: List = []
         self.flowing, self.rate, self.remaining, self.since, self.version = False, 0.0, 0.0, 0.0, 0
         self.forget()
@@ -107,12 +109,8 @@ class Network:
         channel.remaining, channel.since, channel.flowing = channel.sizes[len(channel.begun)][0], now, True
         channel.begun.append(now)
         out, into = channel.out, channel.into
-        if channel.is_bulk:
-            out.bulk.append(channel)
-            into.bulk.append(channel)
-        else:
-            out.messages.append(channel)
-            into.messages.append(channel)
+        for place in channel.places:
+            place.append(channel)
         if len(out.messages) + len(out.bulk) + len(into.messages) + len(into.bulk) == 2:  # alone, the usual case
             self._set_rate(channel, min(out.rate, into.rate), now)
         else:
@@ -130,12 +128,8 @@ class Network:
         else:
             channel.flowing, channel.rate = False, 0.0
             out, into = channel.out, channel.into
-            if channel.is_bulk:
-                out.bulk.remove(channel)
-                into.bulk.remove(channel)
-            else:
-                out.messages.remove(channel)
-                into.messages.remove(channel)
+            for place in channel.places:
+                place.remove(channel)
             if out.messages or out.bulk or into.messages or into.bulk:
                 self._share(out, into, now)
             if following:

@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
 from .. import compat
 from ..config import ConfigError, fold_config, load_config, micro_batches_of
-from ..partition import partition_balanced, partition_uniform
+from ..partition import PartitionError, cut_layers
 
 
 class PipelineModule(compat.PipelineModuleBase):
@@ -70,24 +70,20 @@ class PipelineModule(compat.PipelineModuleBase):
         chunks = self.num_segments * self.num_stages
         self.fold.check(self.num_stages, layers=len(self.layer_specs))
         method = method if self.fold.partition is None else self.fold.partition
-        if not isinstance(method, str):
-            cuts = _explicit_cuts(method, len(self.layer_specs), chunks)
-        elif method.lower() == "uniform":
-            cuts = partition_uniform(len(self.layer_specs), chunks)
-        elif method.lower() == "parameters":
-            cuts = partition_balanced(self.count_parameters(), chunks)
-        elif method.lower().startswith("type:"):
-            matching = set(self.layers_of_type(method[len("type:"):]))
-            cuts = partition_balanced([int(i in matching) for i in range(len(self.layer_specs))], chunks)
-        else:
-            raise ConfigError(f"partition={method!r} is not known; use 'uniform', 'parameters', 'type:regex' or a list of "
-                              f"{chunks + 1} cuts")
+        try:
+            cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
+        except PartitionError as error:
+            raise ConfigError(str(error)) from None
         if self.global_rank == 0:
             for s in range(chunks):
                 names = ", ".join(_layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
                 print(f"virtual stage {s:2d} = segment {s // self.num_stages} on pipeline rank {s % self.num_stages}: "
                       f"layers [{cuts[s]}, {cuts[s + 1]}) {names}")
         return cuts
+
+    def _layers_match(self, regex: str) -> List[bool]:
+        matching = set(self.layers_of_type(regex))
+        return [i in matching for i in range(len(self.layer_specs))]
 
     def chunk_bounds(self) -> List[Tuple[int, int]]:
         return [(self.parts[s], self.parts[s + 1])
@@ -209,12 +205,3 @@ def _layer_name(spec) -> str:
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
     return spec.__class__.__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", str(spec))
-
-
-def _explicit_cuts(cuts: Sequence[int], layers: int, chunks: int) -> List[int]:
-    cuts = [int(cut) for cut in cuts]
-    ascending = all(a < b for a, b in zip(cuts, cuts[1:]))
-    if len(cuts) != chunks + 1 or cuts[0] != 0 or cuts[-1] != layers or not ascending:
-        raise ConfigError(f"partition={cuts} must be {chunks + 1} ascending cuts from 0 to {layers} (one chunk of at least one "
-                          f"layer for each of the {chunks} virtual stages), such as {partition_uniform(layers, chunks)}")
-    return cuts
