@@ -96,6 +96,13 @@ class FoldConfig(DeepSpeedConfigModel):
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
     waits behind one such at most. Each costs 0.1 to 0.6 ms. With overlap or ZeRO-2; DeepSpeed's wrappers send in their own way."""
 
+    optimizer_step: str = "validated"
+    """"validated": every rank knows the norm of all gradients before anything is stepped. "post_validated": a segment is stepped,
+    and its gather launched, as soon as the next one's reduction is; at the end of the batch the norm is checked, and where
+    gradients overflowed or must be clipped the steps are taken back and made anew: the numbers are the same. Costs a copy of the
+    master weights and optimizer state (12 bytes a parameter with Adam, sharded) of all segments but one, from their step to the
+    end of the batch, and pays where clipping is rare. Needs overlap_grad_reduce and more than one segment to change anything."""
+
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
     starts epoch n."""
@@ -142,6 +149,14 @@ class FoldConfig(DeepSpeedConfigModel):
     def _known_overlap(cls, value):
         return _one_of(value, ("off", "segment", "layer"))
 
+    @field_validator("optimizer_step")
+    @classmethod
+    def _known_step(cls, value, info):
+        if _one_of(value, ("validated", "post_validated")) != "validated" and info.data.get("overlap_grad_reduce") == "off":
+            raise ValueError(f"{value!r} steps a segment when its own reduction is over, but overlap_grad_reduce='off' reduces all "
+                             f"of them at the end; set overlap_grad_reduce: \"segment\", or optimizer_step: \"validated\"")
+        return value
+
     def owns_optimizer(self, zero_stage: int) -> bool:
         """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers."""
         return self.overlap_grad_reduce != "off" or self.overlap_param_gather or zero_stage == 2
@@ -149,7 +164,7 @@ class FoldConfig(DeepSpeedConfigModel):
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
         return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
-                       1 if zero_stage == 2 else None)
+                       1 if zero_stage == 2 else None, self.optimizer_step == "post_validated")
 
     @property
     def preset(self) -> Optional[str]:

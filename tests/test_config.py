@@ -43,6 +43,8 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"last_segment": "1F1B"}, r"ds_fold\.last_segment: '1F1B' is not one of '1f1b', 'all_forward' \(did you mean"),
     ({"head_backward": "now"}, r"ds_fold\.head_backward: 'now' is not one of 'scheduled', 'immediate'"),
     ({"micro_batch_group": -1}, r"ds_fold\.micro_batch_group: .*got -1"),
+    ({"optimizer_step": "early"}, r"ds_fold\.optimizer_step: 'early' is not one of 'validated', 'post_validated'"),
+    ({"optimizer_step": "post_validated"}, r"ds_fold\.optimizer_step: .*overlap_grad_reduce='off' reduces all.*\"segment\", or"),
     ({"partition": [0, "x"]}, r"ds_fold\.partition\.1: .*got 'x'"),
     ({"receive_ahead": 0}, r"ds_fold\.receive_ahead: .*got 0"),
     ({"overlap_grad_reduce": "layers"}, r"ds_fold\.overlap_grad_reduce: 'layers' is not one of 'off', 'segment', 'layer' \(did"),

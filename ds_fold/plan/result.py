@@ -11,6 +11,7 @@ from ..schedule.actions import (
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    STEP_SEGMENT,
     WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
@@ -187,7 +188,7 @@ class Result:
                     s = a.segment * P + r
                     size = int(boundary[s if a.op in (SEND_ACT, RECV_GRAD) else s - 1])
                     mine.append((PIPELINE, str(a), end if a.op in (SEND_ACT, SEND_GRAD) else ready, over, size))
-                elif a.op in (F, B, STEP):
+                elif a.op in (F, B, STEP, STEP_SEGMENT):
                     mine.append((COMPUTE, str(a), start, end, 0))
                 elif a.op in WAITS:
                     mine.append((WAITING, str(a), start, end, 0))

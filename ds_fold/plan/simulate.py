@@ -18,6 +18,7 @@ from ..schedule.actions import (
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    STEP_SEGMENT,
     WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
@@ -72,6 +73,7 @@ class _Rank:
         #: segment -> number of its reduction's last part in the bulk channel
         self.reducing: Dict[int, int] = {}
         self.tie_launched = False
+        self.stepped = 0.0  # s of the step that segments had before it
 
 
 class _Simulation:
@@ -190,7 +192,13 @@ def _step(sim: _Simulation, me: _Rank, k: int) -> bool:
     if not sim.meet(me):  # the norm of all gradients
         return False
     me.agreed, me.released = me.released, None
-    me.clock = me.agreed + sum(me.step_s)
+    me.clock = me.agreed + sum(me.step_s) - me.stepped
+    return True
+
+
+def _step_segment(sim: _Simulation, me: _Rank, k: int) -> bool:
+    me.clock += me.step_s[k]
+    me.stepped += me.step_s[k]
     return True
 
 
@@ -225,6 +233,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
     REDUCE: _reduce,
     WAIT_REDUCE: _wait_reduce,
     STEP: _step,
+    STEP_SEGMENT: _step_segment,
     GATHER: _gather,
     WAIT_GATHER: _wait_gather,
 }

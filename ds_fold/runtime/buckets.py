@@ -13,6 +13,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from .collectives import Pending, Replicas
+from .early_step import Undo
 
 
 class BucketKey(NamedTuple):
@@ -127,6 +128,7 @@ class Bucket:
         self.tied_sum = None  # work
         self.reduction: Optional[Pending] = None
         self.gather: Optional[Pending] = None
+        self.undo: Optional[Undo] = None  # from an early step to its validation
         self._full_views: List[torch.Tensor] = []
         self._gradients: Optional[List[torch.Tensor]] = None  # these views while gradients arrive
         self._adds = accumulate_dtype != first.dtype  # else p.grad are the views

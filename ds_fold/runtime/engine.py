@@ -23,6 +23,7 @@ from ..trace.recorder import Recorder
 from . import checkpoint, losses
 from .channels import Channel, Message, MessageSpec
 from .data import BatchQueue, EpochLoader, check_item, label_message, labels_of, load_labels
+from .early_step import why_not_in_pieces
 from .instructions import INSTRUCTIONS, ProgramSchedule
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
@@ -165,6 +166,11 @@ class PipelineEngine(compat.PipelineEngineBase):
             raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step shards: "
                               f"use one that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
                               f"overlap_param_gather: false and ZeRO 0 or 1")
+        reason = why_not_in_pieces(optimizer) if self.fold.optimizer_step == "post_validated" else None
+        if reason:
+            raise ConfigError(f"ds_fold.optimizer_step=\"post_validated\" steps each segment by itself, and may take it back; but "
+                              f"optimizer {type(optimizer).__name__} cannot: {reason}. Use one of torch's own (\"torch_adam\": "
+                              f"true in optimizer.params), or ds_fold.optimizer_step: \"validated\"")
         by_layer = self.fold.overlap_grad_reduce == "layer"
         # the program waits for the gathers, right after the step if not later
         return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True,
@@ -530,11 +536,14 @@ class PipelineEngine(compat.PipelineEngineBase):
         if self._sharded is not None:
             self._sharded.wait_reduce(segment)
 
+    def exec_step_segment(self, segment):
+        self._sharded.step_segment(segment)
+
     def exec_step(self):
         self.step_optimizer()
 
     def exec_gather_params(self, segment):
-        pass  # launched at the end of the step, in order of segments
+        pass  # launched by the segment's step, or at the end of the step in order of segments
 
     def exec_wait_gather_params(self, segment):
         if self._sharded is not None:
@@ -556,6 +565,7 @@ class PipelineEngine(compat.PipelineEngineBase):
         op.REDUCE_TIED: exec_reduce_tied_grads,
         op.REDUCE: exec_reduce_grads,
         op.WAIT_REDUCE: exec_wait_reduce_grads,
+        op.STEP_SEGMENT: exec_step_segment,
         op.STEP: exec_step,
         op.GATHER: exec_gather_params,
         op.WAIT_GATHER: exec_wait_gather_params,

@@ -27,6 +27,10 @@ class WaitReduceGrads(stock.PipeInstruction):
     """Wait for the data-parallel reduction of a segment that ``ReduceGrads`` launched."""
 
 
+class StepSegment(stock.PipeInstruction):
+    """Step a segment's parameters ahead of ``OptimizerStep``, which validates it."""
+
+
 class GatherParams(stock.PipeInstruction):
     """Launch the gather of a segment's stepped parameters."""
 
@@ -51,6 +55,7 @@ INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
     op.REDUCE_TIED: stock.ReduceTiedGrads,
     op.REDUCE: stock.ReduceGrads,
     op.WAIT_REDUCE: WaitReduceGrads,
+    op.STEP_SEGMENT: StepSegment,
     op.STEP: stock.OptimizerStep,
     op.GATHER: GatherParams,
     op.WAIT_GATHER: WaitGatherParams,

@@ -10,13 +10,16 @@ A segment's gradients leave when its last backward is over, its parameters retur
           wait_params(1)       forward of segment 1 ...
 
 The split of an all-reduce into a reduce-scatter behind the backward and an all-gather behind the next forward is Fold3D's (Li et
-al., TPDS 2023); unlike there, clipping and overflow checks see all gradients before any weight changes. Shards are ZeRO's
+al., TPDS 2023); unlike there, clipping and overflow checks see all gradients before any weight changes, or change it back: with
+step_segment(2) behind launch_reduce(1) segment 2 is stepped and gathered at once, and step() validates it. Shards are ZeRO's
 (Rajbhandari et al., SC 2020).
 """
 
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from itertools import chain
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from ..compat.optimizer import TIMERS, ZeroOptimizerBase
 from .buckets import Bucket, assign
 from .collectives import CHUNK_BYTES, Replicas, duplicate_group
+from .early_step import Undo
 
 
 class _Phase(Enum):
@@ -264,11 +268,35 @@ class ShardedOptimizer(ZeroOptimizerBase):
     # step -----------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def step_segment(self, k: int) -> None:
+        """Step segment ``k``'s shards as if no gradient of the model overflowed and none had to be clipped, and launch the gathers
+        of its parameters; :meth:`step` finds out, and takes the step back where it was wrong. Tied weights are left to it.
+
+        Call after the segment's last use of parameters in the batch. Waits for the segment's reduction. Until :meth:`step` a copy
+        of the masters and of the inner optimizer's state of them is held. The inner optimizer must be one that
+        :func:`~ds_fold.runtime.early_step.why_not_in_pieces` finds nothing wrong with.
+        """
+        self.wait_reduce(k)
+        buckets = [b for b in self._end_with[k] if b.tie is None]
+        if any(b.undo is not None for b in buckets):
+            raise RuntimeError(f"step_segment({k}): the segment was stepped already")
+        self._wait_gathers(buckets)
+        for bucket in buckets:
+            bucket.undo = Undo(bucket.master, self.state)
+        scale = self.loss_scale
+        if not self.custom_loss_scaler:
+            scaler = copy(self.loss_scaler)
+            scaler.update_scale(False)
+            scale = scaler.cur_scale
+        self._step(buckets, self._clip_factor(0.0) * scale)
+
+    @torch.no_grad()
     def step(self, closure=None) -> None:
         """Wait for all reductions, then unscale, clip and step the shards, and launch the gathers of the new parameters.
 
         Where any gradient of the model is not finite (and :attr:`check_overflow`), no rank changes anything but its loss scale;
-        :attr:`overflow` says so.
+        :attr:`overflow` says so. What :meth:`step_segment` has stepped stays as it is, unless there was an overflow or gradients
+        are clipped: then it is taken back, on all ranks.
         """
         if closure is not None:
             raise NotImplementedError("step() takes no closure")
@@ -277,24 +305,30 @@ class ShardedOptimizer(ZeroOptimizerBase):
             raise RuntimeError(f"step() needs launch_reduce() of every segment; but segment {', segment '.join(missing)}")
         for bucket in self.buckets:
             bucket.check_no_stray("after its segment's launch_reduce()")
-        self.flush()
+        self._wait_gathers(b for b in self.buckets if b.undo is None)
         self._finish(b for k in self._launched for b in self._end_with[k])
         self._phases, self._launched = [_Phase.IDLE] * len(self._phases), []
         norm = self._norm()
         finite = bool(torch.isfinite(norm))
         self.overflow = self.check_overflow and not finite
         used_scale = self.loss_scale
+        if self.overflow:
+            self._launch_gathers(self._take_back())
         self.loss_scaler.update_scale(self.overflow)
         self.global_grad_norm = norm / used_scale if finite else float("inf")
         if not self.overflow:
-            with self._timed(TIMERS[0]):
-                self._unscale_and_clip(norm)
-            with self._timed(TIMERS[1]):
-                self._inner_step()
+            # as in DeepSpeed, the scale is the one after its update: in the step in which it grows, gradients are divided by twice
+            # what they were multiplied by
+            clip_factor = self._clip_factor(norm / self.loss_scale)
+            if clip_factor > 1.0:
+                self._take_back()
+            self._step([b for b in self.buckets if b.undo is None], clip_factor * self.loss_scale)
+            self.link_state()
+        if not self.defer_gather:
             with self._timed(TIMERS[2]):
-                self._launch_gathers()
+                self.flush()
         for bucket in self.buckets:
-            bucket.reduced = None
+            bucket.reduced = bucket.undo = None
 
     def _norm(self) -> torch.Tensor:
         """L2 norm of the whole model's average gradients, still scaled; inf where any is not finite. fp32 scalar on the device.
@@ -313,26 +347,38 @@ class ShardedOptimizer(ZeroOptimizerBase):
         norm = total[0].sqrt().float()
         return torch.where(total[1] > 0, torch.full_like(norm, float("inf")), norm)
 
-    def _unscale_and_clip(self, norm: torch.Tensor) -> None:
-        # DeepSpeed's arithmetic, rounding for rounding. As there, the scale is the one after its update: in the step in which it
-        # grows, gradients are divided by twice what they were multiplied by.
-        scale = self.loss_scale
-        if self.clip_grad > 0:
-            scale = torch.clamp(((norm / scale) + 1e-6) / self.clip_grad, min=1.0) * scale
-        elif scale == 1.0:
-            return
-        for bucket in self.buckets:
-            bucket.reduced.mul_(1.0 / scale)
+    def _clip_factor(self, norm):
+        """What gradients of this norm are divided by: at least 1. DeepSpeed's arithmetic, rounding for rounding."""
+        if self.clip_grad == 0:
+            return 1.0
+        return torch.clamp((torch.as_tensor(norm, dtype=torch.float32) + 1e-6) / self.clip_grad, min=1.0)
 
-    def _inner_step(self) -> None:
-        for bucket in self.buckets:
-            bucket.master.grad = bucket.reduced
-        with torch.enable_grad():
-            self.optimizer.step()  # once for all buckets: some optimizers count steps per group
-        for bucket in self.buckets:
-            bucket.master.grad = None
+    def _step(self, buckets: List[Bucket], divisor) -> None:
+        """Step these buckets' shards with the reduced gradients / ``divisor``, and launch their gathers."""
+        with self._timed(TIMERS[0]):
+            for bucket in buckets:
+                # an early step must leave the gradient as it is, for the norm and to do it again
+                bucket.master.grad = bucket.reduced if bucket.undo is None else bucket.reduced.clone()
+                if torch.is_tensor(divisor) or divisor != 1.0:
+                    bucket.master.grad.mul_(1.0 / divisor)
+        with self._timed(TIMERS[1]):
+            with torch.enable_grad():
+                self.optimizer.step()  # once for all of them: some optimizers count steps per group
+            for bucket in buckets:
+                bucket.master.grad = None
+                bucket.publish()
+        with self._timed(TIMERS[2]):
+            self._launch_gathers(buckets)
+
+    def _take_back(self) -> List[Bucket]:
+        """Undo all early steps on this rank's shards. Returns their buckets, which other replicas' shards must be gathered into."""
+        early = [b for b in self.buckets if b.undo is not None]
+        self._wait_gathers(early)
+        for bucket in early:
+            bucket.undo.restore()
+            bucket.undo = None
             bucket.publish()
-        self.link_state()
+        return early
 
     @contextmanager
     def _timed(self, name: str):
@@ -342,26 +388,27 @@ class ShardedOptimizer(ZeroOptimizerBase):
 
     # parameters -----------------------------------------------------------------------------------------------------------
 
-    def _launch_gathers(self) -> None:
+    def _launch_gathers(self, buckets: Iterable[Bucket]) -> None:
         """In order of first use. On CUDA they run on the communicator's own stream (not run on the machine this was written on)."""
-        for buckets in self._end_with:
-            for bucket in buckets:
-                if bucket.sharded and self.replicas.size > 1:
-                    bucket.gather = self.replicas.all_gather(bucket.flat)
-        if not self.defer_gather:
-            self.flush()
+        wanted = set(buckets)
+        for bucket in chain(*self._end_with):
+            if bucket in wanted and bucket.sharded and self.replicas.size > 1:
+                bucket.gather = self.replicas.all_gather(bucket.flat)
 
-    def wait_params(self, k: int) -> None:
-        """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole."""
-        for bucket in self._end_with[k]:
+    @staticmethod
+    def _wait_gathers(buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
             if bucket.gather is not None:
                 bucket.gather.wait()
                 bucket.gather = None
 
+    def wait_params(self, k: int) -> None:
+        """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole."""
+        self._wait_gathers(self._end_with[k])
+
     def flush(self) -> None:
         """Wait until all parameters are whole; whatever reads or writes them outside of the forward calls this first."""
-        for k in range(len(self._end_with)):
-            self.wait_params(k)
+        self._wait_gathers(self.buckets)
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
@@ -369,7 +416,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.flush()
         for bucket in self.buckets:
             bucket.publish()
-        self._launch_gathers()
+        self._launch_gathers(self.buckets)
         self.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -27,6 +27,7 @@ WAIT_RECV_GRAD = "WRG"
 REDUCE_TIED = "RT"
 REDUCE = "R"
 WAIT_REDUCE = "WR"
+STEP_SEGMENT = "S"
 STEP = "STEP"
 GATHER = "G"
 WAIT_GATHER = "WG"
@@ -47,7 +48,8 @@ OPS: Dict[str, str] = {
     REDUCE_TIED: "sum the gradients of weights tied across pipeline ranks",
     REDUCE: "launch the data-parallel reduction of segment k's gradients, of all that has not left within its last backward",
     WAIT_REDUCE: "wait for that reduction",
-    STEP: "optimizer step",
+    STEP_SEGMENT: "step segment k's parameters, to be validated by the optimizer step",
+    STEP: "optimizer step: validates what was stepped, and steps the rest",
     GATHER: "launch the gather of segment k's stepped parameters",
     WAIT_GATHER: "wait for that gather: in this batch, or before the first forward of segment k in the next",
 }
@@ -55,7 +57,9 @@ OPS: Dict[str, str] = {
 #: ops that carry neither a segment nor a micro-batch: they concern the batch as a whole
 BATCH_OPS = frozenset((REDUCE_TIED, STEP))
 #: ops that carry a segment and no micro-batch
-SEGMENT_OPS = frozenset((REDUCE, WAIT_REDUCE, GATHER, WAIT_GATHER))
+SEGMENT_OPS = frozenset((REDUCE, WAIT_REDUCE, STEP_SEGMENT, GATHER, WAIT_GATHER))
+#: ops that a program may leave out
+OPTIONAL_OPS = frozenset((STEP_SEGMENT, ))
 
 _TOKEN = re.compile(r"([A-Z]+)(?:(\d+)(?:\.(\d+))?)?")
 _HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?(?: (label_transport))?")

@@ -13,6 +13,7 @@ step made of them may be waited for as late as the segment's first forward in th
 
     off                 ... B B B  RT R1 R0 WR1 WR0 STEP G0 G1 WG0 WG1
     overlapped   WG0 F F F  WG1 F F F  B B B R1  B B B R0  RT WR1 WR0 STEP G0 G1
+    early step   WG0 F F F  WG1 F F F  B B B R1  B B B R0 WR1 S1 G1  RT WR0 STEP G0
 
 ``Rk`` is where the launch is complete: by layer, most of it happened within the B before, where a program cannot look.
 """
@@ -29,6 +30,7 @@ from .actions import (
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    STEP_SEGMENT,
     WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
@@ -54,10 +56,12 @@ class Overlap(NamedTuple):
         gather: wait for a segment's gather before its first forward in the next batch, instead of right after the step.
         in_flight: with ``reduce``, most segments whose reduction is launched and not waited for when another segment's backward
             begins (None: any number). Under AIAO this bounds the full gradients that exist to one segment more.
+        early_step: with ``reduce``, step a segment and launch its gather once the next segment's reduction is launched.
     """
     reduce: bool = False
     gather: bool = False
     in_flight: Optional[int] = None
+    early_step: bool = False
 
 
 NO_OVERLAP = Overlap()
@@ -111,6 +115,7 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     tail_sends: List[Action] = []  # forward-only: sends of the last segment, waited for through a window
     backwards, forwards_begun, reducing = [0] * v, set(), []
     reduced: List[int] = []  # segments in the order in which their reductions are launched
+    gathered = set()  # segments that were stepped early
 
     def post() -> None:
         nonlocal posted
@@ -172,9 +177,13 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 emit(send)
             backwards[k] += 1
             if overlap.reduce and backwards[k] == M:
+                emit(Action(REDUCE, k))
+                while overlap.early_step and reducing:
+                    early = reducing.pop(0)
+                    program += [Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early), Action(GATHER, early)]
+                    gathered.add(early)
                 reduced.append(k)
                 reducing.append(k)
-                emit(Action(REDUCE, k))
     program += tail_sends
     wait_grad_sends(len(grad_sends))
     if not forward_only:
@@ -185,7 +194,7 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 reducing.append(k)
         program += [Action(WAIT_REDUCE, k) for k in reducing]
         emit(Action(STEP))
-        program += [Action(GATHER, k) for k in range(v)]
+        program += [Action(GATHER, k) for k in range(v) if k not in gathered]
         if not overlap.gather:
             program += [Action(WAIT_GATHER, k) for k in range(v)]
     return program

@@ -13,6 +13,7 @@ from .actions import (
     GATHER,
     LOAD,
     OPS,
+    OPTIONAL_OPS,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -21,6 +22,7 @@ from .actions import (
     SEND_ACT,
     SEND_GRAD,
     STEP,
+    STEP_SEGMENT,
     WAIT_GATHER,
     WAIT_RECV_ACT,
     WAIT_RECV_GRAD,
@@ -226,6 +228,15 @@ def _wait_reduce(me: _Rank, a: Action) -> bool:
     return True
 
 
+def _step_segment(me: _Rank, a: Action) -> bool:
+    _once_per_batch(me, a)
+    if Action(WAIT_REDUCE, a.segment) not in me.batch_done:
+        me.fail(a, f"steps before the reduction of segment {a.segment} is over")
+    if Action(STEP) in me.batch_done:
+        me.fail(a, "comes after the step, which has stepped everything")
+    return True
+
+
 def _step(me: _Rank, a: Action) -> bool:
     _once_per_batch(me, a)
     if not all(me.done[B]):
@@ -239,7 +250,7 @@ def _step(me: _Rank, a: Action) -> bool:
 
 def _gather(me: _Rank, a: Action) -> bool:
     _once_per_batch(me, a)
-    if Action(STEP) not in me.batch_done:
+    if not {Action(STEP), Action(STEP_SEGMENT, a.segment)} & me.batch_done:
         me.fail(a, "gathers before the step")
     return True
 
@@ -268,6 +279,7 @@ HANDLERS: Dict[str, Callable[[_Rank, Action], bool]] = {
     REDUCE_TIED: _reduce_tied,
     REDUCE: _reduce,
     WAIT_REDUCE: _wait_reduce,
+    STEP_SEGMENT: _step_segment,
     STEP: _step,
     GATHER: _gather,
     WAIT_GATHER: _wait_gather,
@@ -347,7 +359,7 @@ def _check_complete(me: _Rank, forward_only: bool) -> None:
                 missing.append(f"{op}{k}.{row.index(0)}")
             elif op not in expected and any(row):
                 raise VerificationError(f"pipeline rank {me.rank}: {op}{k}.{row.index(1)} does not belong here")
-    of_batch = {Action(op) for op in BATCH_OPS} | {Action(op, k) for op in SEGMENT_OPS for k in range(me.v)}
+    of_batch = {Action(op) for op in BATCH_OPS} | {Action(op, k) for op in SEGMENT_OPS - OPTIONAL_OPS for k in range(me.v)}
     if forward_only and me.batch_done:
         raise VerificationError(f"pipeline rank {me.rank}: {min(me.batch_done)} does not belong into an evaluation")
     missing += [] if forward_only else [str(a) for a in sorted(of_batch - me.batch_done)]

@@ -32,7 +32,8 @@ def test_unknown_action_is_refused():
         verify(broken)
 
 
-OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1)]
+OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, True),
+            Overlap(True, True, None, True)]
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -91,13 +92,37 @@ def test_reductions_and_gathers_stand_where_overlap_says(schedule, P, v, M):
                 first_forward = min(i for i, a in enumerate(actions) if a.op == "F" and a.segment == k)
                 between = {a.op for a in actions[last_backward + 1:at[f"R{k}"]]}
                 assert between <= {"SG"} if overlap.reduce else at[f"R{k}"] > last_compute
-                assert at[f"WG{k}"] < first_forward if overlap.gather else at[f"WG{k}"] > at[f"G{k}"] > at["STEP"]
+                assert at[f"WG{k}"] < first_forward if overlap.gather else at[f"WG{k}"] > max(at[f"G{k}"], at["STEP"])
+                if overlap.early_step and k:
+                    assert actions[at[f"S{k}"] - 1].op == "WR" and at[f"S{k}"] == at[f"G{k}"] - 1 == at[f"R{k - 1}"] + 2
+                else:
+                    assert f"S{k}" not in at and at[f"G{k}"] > at["STEP"]
 
 
 def test_aiao_reduces_while_it_computes_and_bounds_what_is_in_flight():
     text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1)).format(0)
     assert text == ("rank 0: WG0 L0.0 F0.0 L0.1 F0.1 WG1 F1.0 F1.1 WG2 F2.0 B2.0 F2.1 B2.1 R2 B1.0 B1.1 R1 WR2 B0.0 B0.1 R0 "
                     "RT WR1 WR0 STEP G0 G1 G2")
+
+
+def test_an_early_step_follows_the_launch_of_the_next_reduction():
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format(0)
+    assert text == ("rank 0: WG0 L0.0 F0.0 L0.1 F0.1 WG1 F1.0 F1.1 WG2 F2.0 B2.0 F2.1 B2.1 R2 B1.0 B1.1 R1 WR2 S2 G2 B0.0 B0.1 R0 "
+                    "WR1 S1 G1 RT WR0 STEP G0")
+
+
+@pytest.mark.parametrize("moved, message", [
+    ("S2 WR2 G2", r"S2.*steps before the reduction of segment 2 is over"),
+    ("WR2 G2 S2", r"G2.*gathers before the step"),
+    ("WR2 S1 G2", r"S1.*steps before the reduction of segment 1 is over"),
+    ("WR2 STEP S2 G2", r"STEP.*before the last backward"),
+])
+def test_an_early_step_stands_between_its_reduction_and_its_gather(moved, message):
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format()
+    with pytest.raises(VerificationError, match=message):
+        verify(Program.parse(text.replace("WR2 S2 G2", moved)))
+    with pytest.raises(VerificationError, match=r"S2.*comes after the step"):
+        verify(Program.parse(text.replace("S2 G2 ", "").replace("STEP", "STEP S2 G2")))
 
 
 def test_parameters_cannot_be_waited_for_after_their_first_use():
