@@ -3,7 +3,8 @@
     python benchmarks/compare.py                     the default case: P=4, D=2, one rank a host, 200 Mbit/s; about 4 minutes
     python benchmarks/compare.py --case smoke        P=2, D=2; under a minute
     python benchmarks/compare.py --case full         every contender, in two launches; about 8 minutes
-    python benchmarks/compare.py --case v8           32 layers, so that 8 segments have chunks of a whole layer
+    python benchmarks/compare.py --case hide         what each option of the overlap adds, at v=4
+    python benchmarks/compare.py --case v8           the same at v=8, with 32 layers, so that chunks have a whole layer
     python benchmarks/compare.py --slow-motion 2     the same case at half the rate with layers twice as long: steadier, see below
     python benchmarks/compare.py --sweep share       one axis: micro_batches, segments, share, activation or ranks_per_host
 
@@ -52,17 +53,28 @@ OURS: Dict[str, Any] = {
     "ds_fold aiao v=2, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 2, **OVERLAP}),
     "ds_fold aiao v=4, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 4, **OVERLAP}),
 }
+#: a norm far above that of the gradients: clipping is on and never triggers
+LOOSE_CLIP = {"config": {"gradient_clipping": 1e6}}
+OPTIONS = {
+    "overlapped": OVERLAP,
+    "by layer": {**OVERLAP, "overlap_grad_reduce": "layer"},
+    "post-validated": {**OVERLAP, "optimizer_step": "post_validated", **LOOSE_CLIP},
+    "by layer, post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated", **LOOSE_CLIP},
+    "gradients in bf16": {**OVERLAP, "config": {"communication_data_type": "bf16"}},
+}
+#: what each option of the overlap adds
+HIDE = {f"ds_fold aiao v={v}, {words}": ("ds_fold", {"schedule": "aiao", "segments": v, **options})
+        for v in (4, 8) for words, options in OPTIONS.items()}
 V8 = {
     "torch Interleaved1F1B v=8": ("torch", {"schedule": "interleaved_1f1b", "segments": 8, "ddp": False}),
-    "ds_fold interleaved_1f1b v=8": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8}),
     "ds_fold interleaved_1f1b v=8, overlapped": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8, **OVERLAP}),
     "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
-    "ds_fold aiao v=8, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 8, **OVERLAP}),
 }
+ALL = {**OTHERS, **OURS, **V8, **HIDE}
 
 
 def _named(*names: str) -> Dict[str, Any]:
-    return {name: {**OTHERS, **OURS, **V8}[name] for name in names}
+    return {name: ALL[name] for name in names}
 
 
 DEFAULT = {"P": 4, "D": 2, "M": 8, "layers": 16, "forward_s": 0.005, "activation_bytes": 32768, "parameter_bytes": 12_900_000}
@@ -73,7 +85,10 @@ CASES = {
     "full": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
               [_named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
-    "v8": ({**DEFAULT, "layers": 32}, [{**_named(REFERENCE, "ds_fold aiao v=4, overlapped"), **V8}]),
+    "hide": (DEFAULT, [_named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", *(n for n in HIDE if "v=4" in n))]),
+    "v8": ({**DEFAULT, "layers": 32},
+           [_named(REFERENCE, *V8, "ds_fold aiao v=8, overlapped", "ds_fold aiao v=8, by layer",
+                   "ds_fold aiao v=8, by layer, post-validated")]),
 }
 FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)
@@ -132,8 +147,7 @@ def main() -> int:
     args = parser.parse_args()
     setting, groups = CASES[args.case]
     if args.only:
-        known = {**OURS, **OTHERS, **V8}
-        groups = [{n: c for n, c in known.items() if n == REFERENCE or any(word in n for word in args.only)}]
+        groups = [{n: c for n, c in ALL.items() if n == REFERENCE or any(word in n for word in args.only)}]
     points = [(None, setting, args.share, 1, group) for group in groups]
     if args.sweep:
         values, change = SWEEPS[args.sweep]

@@ -1,5 +1,6 @@
 """What every rank of a comparison runs: build all contenders, let them take turns, write what was measured (rank 0)."""
 
+import gc
 import json
 import os
 import statistics
@@ -80,6 +81,8 @@ def main() -> None:
         seconds(contenders[name], True, 1)
         print(f"built {name}", file=progress, flush=True)
     times = {name: {"on": [], "off": []} for name in contenders}
+    gc.collect()
+    gc.freeze()  # what one contender holds is not searched for garbage in another's step
     with timed():
         for repeat in range(plan["repeats"]):
             for name, contender in contenders.items():

@@ -6,8 +6,9 @@ from typing import Any, Dict, List
 
 from setting import Setting
 
-#: largest difference of a layer's checksums from the reference's, relative to the layer's norm
-TOLERANCE = 1e-6
+#: largest difference of a layer's checksums from the reference's, relative to the layer's norm; and where gradients travelled in
+#: bf16, whose mantissa has 8 bits
+TOLERANCE, BF16_TOLERANCE = 1e-6, 2.0**-8
 
 
 def rows_of(measured: Dict[str, Any], reference: str) -> List[Dict[str, Any]]:
@@ -35,15 +36,16 @@ def rows_of(measured: Dict[str, Any], reference: str) -> List[Dict[str, Any]]:
             "bubble": 1 - setting.compute_s / free_s,
             "slots": live / (setting.layers / setting.P),
             "memory_mb": (2 * setting.parameter_bytes + live * setting.activation_bytes) / 1e6,
-            "right": contender["replicas_agree"] and same_weights(contender["checksums"], base["checksums"]),
+            "right": contender["replicas_agree"] and same_weights(
+                contender["checksums"], base["checksums"], BF16_TOLERANCE if "bf16" in name else TOLERANCE),
         })
     return rows
 
 
-def same_weights(mine: Dict[str, List[float]], theirs: Dict[str, List[float]]) -> bool:
+def same_weights(mine: Dict[str, List[float]], theirs: Dict[str, List[float]], tolerance: float = TOLERANCE) -> bool:
     """Whether the checksums (sum, sum of squares, first, last weight) of all layers agree."""
     return set(mine) == set(theirs) and all(
-        abs(a - b) <= TOLERANCE * max(1.0, theirs[layer][1]) for layer in mine for a, b in zip(mine[layer], theirs[layer]))
+        abs(a - b) <= tolerance * max(1.0, theirs[layer][1]) for layer in mine for a, b in zip(mine[layer], theirs[layer]))
 
 
 def describe(measured: Dict[str, Any]) -> str:

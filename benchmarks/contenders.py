@@ -165,13 +165,14 @@ class TorchContender(Contender):
 
 
 def build(kind: str, setting: Setting, options: Dict[str, Any]) -> Contender:
-    """``kind`` is deepspeed, dualpipev, torch or ds_fold; ``options`` the keyword arguments of its class, for ds_fold its block."""
+    """``kind`` is deepspeed, dualpipev, torch or ds_fold; ``options`` the keyword arguments of its class, for ds_fold its block,
+    with "config" for other keys of the ds_config."""
     if kind == "deepspeed":
         return EngineContender(setting, deepspeed.pipe.PipelineModule, deepspeed.initialize, **options)
     if kind == "dualpipev":
         return EngineContender(setting, deepspeed.pipe.DualPipeVModule, deepspeed.initialize, **options)
     if kind == "ds_fold":
         options = dict(options)
-        zero = options.pop("zero", 0)
-        return EngineContender(setting, ds_fold.PipelineModule, ds_fold.initialize, zero, ds_fold=options)
+        zero, config = options.pop("zero", 0), options.pop("config", {})
+        return EngineContender(setting, ds_fold.PipelineModule, ds_fold.initialize, zero, ds_fold=options, **config)
     return TorchContender(setting, **options)
