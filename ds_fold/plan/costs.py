@@ -12,14 +12,27 @@ A profile, measured once per layer for one micro-batch (see :class:`Profile` for
                  "activation_bytes": 65536, "boundary_bytes": 32768,
                  "recomputed": {"backward_s": 0.003, "activation_bytes": 8192}}, ...],
      "head": {"forward_s": 0.001, "backward_s": 0.001, "activation_bytes": 1e6}}
+
+``python -m ds_fold profile`` and ``netcheck`` measure and write them.
 """
 
 import json
-from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 SCHEMA = 1
+GIB = 2**30
 
 
 class PlanError(ValueError):
@@ -93,6 +106,8 @@ class Cluster(_Model):
     intra_host: Optional[Link] = None
     """A rank's link to the other ranks of its host. Needed with more than one rank a host."""
     device_memory_bytes: Optional[PositiveFloat] = None
+    memory_gib: Optional[Union[PositiveFloat, List[PositiveFloat]]] = None
+    """The same in 2**30 bytes, for all ranks or one number per rank. Give one of the two."""
     collective: Literal["ring", "hierarchical", "pairwise"] = "ring"
     """How replicas of one layer exchange S bytes where h of them share a host: see :meth:`exchange`. Without sharing all three
     send (D-1)/D S. ds_fold's own collectives are pairwise on gloo; NCCL picks rings or trees."""
@@ -102,6 +117,22 @@ class Cluster(_Model):
         if self.ranks_per_host > 1 and self.intra_host is None:
             raise ValueError(f"intra_host is missing, but ranks_per_host={self.ranks_per_host}")
         return self
+
+    @model_validator(mode="after")
+    def _one_memory(self):
+        if self.memory_gib is not None and self.device_memory_bytes is not None:
+            raise ValueError("give either device_memory_bytes or memory_gib")
+        ranks = self.hosts * self.ranks_per_host
+        if isinstance(self.memory_gib, list) and len(self.memory_gib) != ranks:
+            raise ValueError(f"memory_gib lists {len(self.memory_gib)} ranks, but {self.hosts} hosts x {self.ranks_per_host} are "
+                             f"{ranks}")
+        return self
+
+    def memory_bytes(self, pipeline_rank: int, D: int) -> Optional[float]:
+        """What the smallest device of the pipeline rank's D replicas holds; None where the file does not say."""
+        if isinstance(self.memory_gib, list):
+            return GIB * min(self.memory_gib[pipeline_rank * D:(pipeline_rank + 1) * D])
+        return self.device_memory_bytes if self.memory_gib is None else GIB * self.memory_gib
 
     def check(self, P: int, D: int) -> None:
         """Raise PlanError unless P pipeline ranks of D replicas fit, with all replicas placed alike."""
@@ -168,17 +199,41 @@ class Layer(_Model):
     """One layer and one micro-batch."""
 
     name: str = ""
+    """Of its class or function; what "type:regex" searches, and what tells one model's profile from another's."""
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     parameter_bytes: NonNegativeFloat
     trainable_bytes: NonNegativeFloat
     """Of gradients as they travel between replicas: without frozen parameters, in the communication dtype."""
+    parameter_count: Optional[NonNegativeInt] = None
+    trainable_count: Optional[NonNegativeInt] = None
     activation_bytes: NonNegativeFloat
-    """Kept from the forward to the backward, input included."""
+    """Kept from the forward to the backward, input included, parameters not, nor the output: its user counts it."""
     boundary_bytes: NonNegativeFloat
     """Of the output: what a pipeline rank would send if the model were cut behind this layer. Its gradient is as large."""
     recomputed: Optional[Recomputed] = None
     """Default: the backward repeats the forward, and the input is kept."""
+    recompute_activation_bytes: Optional[NonNegativeFloat] = None
+    """``recomputed.activation_bytes`` for profiles without ``recomputed``; taken from there where that is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number(cls, data):
+        recomputed = data.get("recomputed") if isinstance(data, dict) else None
+        kept = getattr(recomputed, "activation_bytes", None)
+        if isinstance(recomputed, dict):
+            kept = recomputed.get("activation_bytes")
+        if kept is None:
+            return data
+        if data.get("recompute_activation_bytes", kept) != kept:
+            raise ValueError(f"recompute_activation_bytes={data['recompute_activation_bytes']} and recomputed.activation_bytes="
+                             f"{kept} are the same thing; remove one")
+        return {**data, "recompute_activation_bytes": kept}
+
+    def when_recomputed(self, input_bytes: float) -> Recomputed:
+        """What it costs with its activations recomputed; ``input_bytes`` is what enters it."""
+        kept = input_bytes if self.recompute_activation_bytes is None else self.recompute_activation_bytes
+        return self.recomputed or Recomputed(backward_s=self.forward_s + self.backward_s, activation_bytes=kept)
 
 
 class Head(_Model):
@@ -220,6 +275,26 @@ class Profile(_Model):
                       boundary_bytes=activation_bytes)
         return cls(layers=[layer] * layers, input_bytes=activation_bytes, **more)
 
+    def check_model(self, names: Sequence[str], parameter_counts: Sequence[int]) -> None:
+        """Refuse a profile of another model than the one with these layers.
+
+        Args:
+            names, parameter_counts: of each layer, as :func:`ds_fold.plan.profile.describe_layers` finds them.
+
+        Raises:
+            PlanError: naming the first difference.
+        """
+        title = f"the profile{f' {self.name!r}' if self.name else ''} was measured on another model"
+        remedy = "measure this model: python -m ds_fold profile"
+        if len(names) != len(self.layers):
+            raise PlanError(f"{title}: it has {len(self.layers)} layers, the model {len(names)}; {remedy}")
+        for i, (layer, name, count) in enumerate(zip(self.layers, names, parameter_counts)):
+            if layer.name and layer.name != name:
+                raise PlanError(f"{title}: its layer {i} is {layer.name}, the model's {name}; {remedy}")
+            if layer.parameter_count is not None and layer.parameter_count != count:
+                raise PlanError(f"{title}: its layer {i} ({name}) has {layer.parameter_count} parameters, the model's {count}; "
+                                f"{remedy}")
+
     def costs(self, cuts: Sequence[int], P: int, recompute: Collection[int] = ()) -> "Costs":
         """The costs of a fold.
 
@@ -237,8 +312,7 @@ class Profile(_Model):
         backward, kept = [], []
         for i, layer in enumerate(self.layers):
             if i in recompute:
-                entering = self.layers[i - 1].boundary_bytes if i else self.input_bytes
-                layer = layer.recomputed or Recomputed(backward_s=layer.forward_s + layer.backward_s, activation_bytes=entering)
+                layer = layer.when_recomputed(self.layers[i - 1].boundary_bytes if i else self.input_bytes)
             backward.append(layer.backward_s)
             kept.append(layer.activation_bytes)
         spans = list(zip(cuts, cuts[1:]))
