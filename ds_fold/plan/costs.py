@@ -309,7 +309,7 @@ class Profile(_Model):
         n = len(self.layers)
         if cuts[0] != 0 or cuts[-1] != n or any(a >= b for a, b in zip(cuts, cuts[1:])) or (len(cuts) - 1) % P:
             raise PlanError(f"cuts {list(cuts)} must ascend from 0 to the profile's {n} layers, in a multiple of {P} chunks")
-        backward, kept = [], []
+        backward, kept, whole = [], [], [layer.activation_bytes for layer in self.layers]
         for i, layer in enumerate(self.layers):
             if i in recompute:
                 layer = layer.when_recomputed(self.layers[i - 1].boundary_bytes if i else self.input_bytes)
@@ -321,11 +321,13 @@ class Profile(_Model):
             return [sum(values[a:b]) for a, b in spans]
 
         layers = [[(backward[i], self.layers[i].trainable_bytes) for i in range(a, b)] for a, b in spans]
+        # a backward goes through the layers from the last to the first and frees what it has used
+        recomputing = [max(sum(kept[a:i]) + whole[i] - sum(kept[a:b]) for i in range(a, b)) for a, b in spans] if recompute else ()
         costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
                       [self.layers[b - 1].boundary_bytes for _, b in spans], sums(kept),
                       sums([layer.parameter_bytes for layer in self.layers]),
                       sums([layer.trainable_bytes for layer in self.layers]), layers, self.tied_bytes, self.step_s_per_byte,
-                      self.optimizer_bytes_per_byte, self.overhead_s)
+                      self.optimizer_bytes_per_byte, self.overhead_s, recomputing)
         costs.forward_s[-1] += self.head.forward_s
         costs.backward_s[-1] += self.head.backward_s
         costs.activation_bytes[-1] += self.head.activation_bytes
@@ -343,6 +345,7 @@ class Costs(NamedTuple):
         parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
         layers: of each chunk, (backward_s, trainable_bytes) of its layers.
         tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
+        recompute_bytes: more than activation_bytes, at most, while a backward recomputes; empty: none.
     """
     P: int
     forward_s: List[float]
@@ -356,6 +359,7 @@ class Costs(NamedTuple):
     step_s_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
     overhead_s: float = 0.0
+    recompute_bytes: Sequence[float] = ()
 
     @classmethod
     def uniform(cls, P: int, v: int, forward_s: float, backward_s: Optional[float] = None, boundary_bytes: float = 0.0,
