@@ -1,8 +1,8 @@
 """Counts what one rank holds while its engine runs.
 
-On CUDA the allocator tells. On a CPU nobody does, so tensors are counted: after each action those that the engine, its optimizer
-and its channels can reach, and at any time those that autograd has saved. Storages count once. What lives within one action only
-(a layer's temporaries, the optimizer's) is not seen there.
+On CUDA the allocator tells. On a CPU nobody does, so tensors are counted: after each action those that the engine, its optimizer,
+its channels and the graphs' own functions (DeepSpeed's activation checkpoints) can reach, and at any time those that autograd has
+saved. Storages count once. What lives within one action only (a layer's temporaries, the optimizer's) is not seen there.
 """
 
 from collections import deque
@@ -68,8 +68,9 @@ class MeasuredMemory:
         gradients = [*(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters),
                      *(bucket.full for bucket in buckets)]
         masters = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]
+        slots = engine.slot_tensors()
         for kind, roots in zip(KINDS, (parameters, gradients, [engine.optimizer, *masters], engine.message_tensors(),
-                                       engine.slot_tensors())):
+                                       [*slots, *_kept_by_functions(slots)])):
             self._held[kind] = _storages(roots, seen)
         self._reached = frozenset(seen)
         activations = self._held["activations"]
@@ -149,6 +150,20 @@ def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:
             stack += [*vars(value).values()] if hasattr(value, "__dict__") else []
             stack += [getattr(value, name, None) for name in slots]
     return found
+
+
+def _kept_by_functions(roots: Iterable[Any]) -> Iterator[Dict[str, Any]]:
+    """The attributes of the custom autograd functions in the graphs of ``roots``: tensors, or tuples and lists of them."""
+    stack = [t.grad_fn for root in roots for t in (root if isinstance(root, _CONTAINERS) else (root, )) if torch.is_tensor(t)]
+    visited = {None}
+    while stack:
+        node = stack.pop()
+        if node not in visited:
+            visited.add(node)
+            stack += [following for following, _ in node.next_functions]
+            if hasattr(node, "__dict__"):
+                # random states lie in the host's memory
+                yield {name: value for name, value in vars(node).items() if "rng" not in name}
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:

@@ -11,16 +11,17 @@ from ds_fold.partition import partition_uniform
 from ds_fold.plan import Cluster, Link, simulate
 from ds_fold.plan.memory import States
 
-HIDDEN, INNER, BATCH, LAYERS = 64, 160, 48, 8
+HIDDEN, INNER, LAYERS = 64, 160, 8
+BATCH, SMALL_BATCH = 48, 2  # activations weigh as much as states; hardly anything
 OVERLAP = {"overlap_grad_reduce": "segment", "overlap_param_gather": True}
 LOOPED = {"schedule": "interleaved_1f1b", "segments": 2}
 AIAO = {"schedule": "aiao", "segments": 2}
 
 
-def batches(dtype):
+def batches(dtype, batch):
     generator = torch.Generator().manual_seed(5)
     while True:
-        x = torch.randn(BATCH, HIDDEN, generator=generator).to(TORCH_DTYPE[dtype])
+        x = torch.randn(batch, HIDDEN, generator=generator).to(TORCH_DTYPE[dtype])
         yield x, x
 
 
@@ -29,14 +30,14 @@ def layers():
     return [LayerSpec(Block, HIDDEN, INNER) for _ in range(LAYERS)]
 
 
-def measured(config, P, dtype):
+def measured(config, P, dtype, batch):
     """(peak bytes, by kind) of this rank in the third step, and rank 0's profile of the layers."""
     import torch.distributed as dist
 
     from ds_fold.plan.profile import profile_layers
     from ds_fold.runtime.memory import MeasuredMemory
     engine = build(False, config, P, LAYERS, layers=layers())
-    data = batches(dtype)
+    data = batches(dtype, batch)
     for _ in range(2):
         engine.train_batch(data)
     with MeasuredMemory(engine) as memory:
@@ -82,13 +83,26 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("P,D,M,zero,dtype,accumulate,checkpoint,fold", GRID,
+#: P, D, M, zero, dtype, accumulate, checkpoint, fold: what the step itself holds
+STEPS = [
+    (2, 2, 2, 1, "fp32", None, 0, {}),
+    (2, 2, 2, 1, "bf16", "fp32", 0, {**AIAO, **OVERLAP}),
+    (2, 2, 2, 0, "bf16", None, 0, {**AIAO, **OVERLAP, "overlap_param_gather": False}),
+    (2, 2, 2, 1, "fp32", None, 0, {**AIAO, **OVERLAP}),
+    (1, 2, 2, 2, "bf16", "fp32", 0, {**AIAO, **OVERLAP}),
+    (2, 2, 2, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated", "segments": 4}),
+]
+
+
+@pytest.mark.parametrize("batch,P,D,M,zero,dtype,accumulate,checkpoint,fold",
+                         [(BATCH, *case) for case in GRID] + [(SMALL_BATCH, *case) for case in STEPS],
                          ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
-def test_the_predicted_peak_is_the_measured_one(P, D, M, zero, dtype, accumulate, checkpoint, fold):
+def test_the_predicted_peak_is_the_measured_one(batch, P, D, M, zero, dtype, accumulate, checkpoint, fold):
     config = ds_config(M, zero=zero, dtype=dtype, accumulate=accumulate, checkpoint=checkpoint, fold=fold,
-                       train_micro_batch_size_per_gpu=BATCH)
-    found = RankPool.of(P * D).run(measured, config, P, dtype)
+                       train_micro_batch_size_per_gpu=batch)
+    found = RankPool.of(P * D).run(measured, config, P, dtype, batch)
     expected = predicted(config, P, D, found[0][2])
     ratios = [expected[rank // D] / peak for rank, (peak, _, _) in enumerate(found)]
     print([round(x, 3) for x in ratios], found[0][1], found[-1][1])
     assert ratios == [pytest.approx(1, abs=0.1)] * (P * D), [kinds for _, kinds, _ in found]
+    assert all(sum(kinds.values()) == peak for peak, kinds, _ in found)
