@@ -12,7 +12,7 @@ from .plan import PlanError, command, measure_commands
 #: characters of a line of the timeline as text, where it goes to a file
 TEXT_WIDTH = 400
 #: arguments of the commands that count something
-COUNTS = ("layers", "pp", "dp", "micro_batches", "repeats")
+COUNTS = ("layers", "pp", "dp", "micro_batches", "repeats", "tokens_per_sample")
 
 CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
 
@@ -48,6 +48,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     trace.add_argument("-o", "--output", metavar="FILE", default="timeline.html",
                        help=".html, .png, or .json for Perfetto (default: timeline.html)")
     trace.add_argument("--steps", metavar="A:B", help="global steps to draw, from A to before B (default: all)")
+    trace.add_argument("--tokens-per-sample", type=int, help="counts throughput and memory efficiency in tokens, too")
     trace.set_defaults(run=_trace)
     args = parser.parse_args(argv)
     if args.command not in ("profile", "netcheck"):
@@ -140,7 +141,7 @@ def _trace(args) -> int:
     timelines = [read(folder, steps, lambda message: print(f"warning: {message}", file=sys.stderr)) for folder in args.folders]
     write(timelines, args.output)
     for folder, timeline in zip(args.folders, timelines):
-        print(f"{folder}: {timeline.title}\n{table(timeline)}")
+        print(f"{folder}: {timeline.title}\n{table(timeline, args.tokens_per_sample)}")
     print(f"drawn to {args.output}")
     return 0
 

@@ -170,3 +170,14 @@ def held(costs: Costs, states: States, r: int, actions: Sequence[Action], begun:
 def memory_efficiency(samples_per_s: float, peak_bytes: float) -> Optional[float]:
     """HIPPIE's ME = throughput / memory (TPDS 2023): samples/s per GiB of the fullest rank. None where nothing is held."""
     return samples_per_s / (peak_bytes / GIB) if peak_bytes > 0 else None
+
+
+def describe_efficiency(samples_per_s: float, peak_bytes: float, tokens_per_sample: Optional[int] = None) -> str:
+    """Throughput and ME as a line for people."""
+    efficiency = memory_efficiency(samples_per_s, peak_bytes)
+    units = [("samples", 1)] + ([("tokens", tokens_per_sample)] if tokens_per_sample else [])
+    speed = "throughput " + ", ".join(f"{count * samples_per_s:.4g} {unit}/s" for unit, count in units)
+    if efficiency is None:
+        return speed
+    per_gib = ", ".join(f"{count * efficiency:.4g} {unit}/s per GiB" for unit, count in units)
+    return f"{speed}; fullest rank {peak_bytes / GIB:.4g} GiB; memory efficiency {per_gib}"

@@ -147,7 +147,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         if self._training_batch:
             self.begin_batch()
             self._backwards.clear()
-            self._interpret(schedule)
+            with nullcontext() if self._recorder is None else self._recorder.count_memory():
+                self._interpret(schedule)
         else:
             if self._sharded is not None:
                 self._sharded.flush()

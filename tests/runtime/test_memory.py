@@ -103,6 +103,5 @@ def test_the_predicted_peak_is_the_measured_one(batch, P, D, M, zero, dtype, acc
     found = RankPool.of(P * D).run(measured, config, P, dtype, batch)
     expected = predicted(config, P, D, found[0][2])
     ratios = [expected[rank // D] / peak for rank, (peak, _, _) in enumerate(found)]
-    print([round(x, 3) for x in ratios], found[0][1], found[-1][1])
     assert ratios == [pytest.approx(1, abs=0.1)] * (P * D), [kinds for _, kinds, _ in found]
     assert all(sum(kinds.values()) == peak for peak, kinds, _ in found)
