@@ -128,6 +128,8 @@ def load(path: str) -> RankTrace:
         for step in trace.steps:
             if len(step.marks) != len(trace.actions) + 1:
                 raise ValueError(f"step {step.number} has {len(step.marks)} marks for {len(trace.actions)} actions")
+        if not all(isinstance(count, int) and count >= 0 for count in (trace.samples_per_step, trace.peak_bytes)):
+            raise ValueError(f"{trace.samples_per_step} samples a step, {trace.peak_bytes} bytes")
         if not 0 <= trace.rank < trace.P * trace.D:
             raise ValueError(f"rank {trace.rank} of {trace.P * trace.D}")
         return trace
