@@ -7,6 +7,7 @@ saved. Storages count once. What lives within one action only (a layer's tempora
 
 from collections import deque
 from contextlib import suppress
+from itertools import chain
 from types import FunctionType
 from typing import Any, Dict, Iterable, Iterator, Tuple
 
@@ -63,7 +64,8 @@ class MeasuredMemory:
 
     def _look(self) -> None:
         engine, seen = self.engine, set()
-        parameters = [*engine.module.parameters(), *engine.module.buffers()]
+        # not module.parameters(), which waits for gathers that another replica may launch only after this rank has gone on
+        parameters = [*chain(*engine.module.segment_parameters()), *engine.module.buffers()]
         buckets = getattr(engine.optimizer, "buckets", [])
         gradients = [*(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters),
                      *(bucket.full for bucket in buckets)]
