@@ -1,5 +1,5 @@
 """``python -m ds_fold check`` and ``simulate``: what a ds_config would run and how long it takes, without starting anything;
-``trace``: what a run has recorded."""
+``profile`` and ``netcheck``: what the layers and the network take; ``trace``: what a run has recorded."""
 
 import argparse
 import os
@@ -7,12 +7,12 @@ import shutil
 import sys
 from typing import List, Optional
 
-from .plan import PlanError, command
+from .plan import PlanError, command, measure_commands
 
 #: characters of a line of the timeline as text, where it goes to a file
 TEXT_WIDTH = 400
 #: arguments of the commands that count something
-COUNTS = ("layers", "pp", "dp", "micro_batches")
+COUNTS = ("layers", "pp", "dp", "micro_batches", "repeats", "tokens_per_sample")
 
 CHECK_HELP = "print placement, programs, live activations and bubble of a ds_config, without starting anything"
 
@@ -22,6 +22,7 @@ TRACE_HELP = "draw recorded steps: each folder's timeline, one above the other o
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line. Returns the exit code: 0, or 2 for bad input with one message on stderr."""
     parser = argparse.ArgumentParser(prog="python -m ds_fold", description="Folded pipelines for DeepSpeed.")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the launcher
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help=CHECK_HELP, description=CHECK_HELP)
     check.add_argument("config", help="ds_config (JSON or HJSON)")
@@ -36,14 +37,22 @@ def main(argv: Optional[List[str]] = None) -> int:
     simulate = commands.add_parser("simulate", help=command.HELP, description=command.HELP)
     command.add_arguments(simulate)
     simulate.set_defaults(run=command.run)
+    profile = commands.add_parser("profile", help=measure_commands.PROFILE_HELP, description=measure_commands.PROFILE_HELP)
+    measure_commands.add_profile_arguments(profile)
+    profile.set_defaults(run=measure_commands.run_profile)
+    netcheck = commands.add_parser("netcheck", help=measure_commands.NETCHECK_HELP, description=measure_commands.NETCHECK_HELP)
+    measure_commands.add_netcheck_arguments(netcheck)
+    netcheck.set_defaults(run=measure_commands.run_netcheck)
     trace = commands.add_parser("trace", help=TRACE_HELP, description=TRACE_HELP)
     trace.add_argument("folders", nargs="+", metavar="FOLDER", help="what ds_fold.trace.path named")
     trace.add_argument("-o", "--output", metavar="FILE", default="timeline.html",
                        help=".html, .png, or .json for Perfetto (default: timeline.html)")
     trace.add_argument("--steps", metavar="A:B", help="global steps to draw, from A to before B (default: all)")
+    trace.add_argument("--tokens-per-sample", type=int, help="counts throughput and memory efficiency in tokens, too")
     trace.set_defaults(run=_trace)
     args = parser.parse_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # none of the commands needs a device
+    if args.command not in ("profile", "netcheck"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no other command needs a device
 
     from .config import ConfigError
     from .schedule import ScheduleError
@@ -132,7 +141,7 @@ def _trace(args) -> int:
     timelines = [read(folder, steps, lambda message: print(f"warning: {message}", file=sys.stderr)) for folder in args.folders]
     write(timelines, args.output)
     for folder, timeline in zip(args.folders, timelines):
-        print(f"{folder}: {timeline.title}\n{table(timeline)}")
+        print(f"{folder}: {timeline.title}\n{table(timeline, args.tokens_per_sample)}")
     print(f"drawn to {args.output}")
     return 0
 

@@ -5,6 +5,9 @@ from typing import Any, Dict, List, NamedTuple
 #: the rows of one rank: its own work, its messages along the pipeline, its data-parallel transfers, and what it waits for
 COMPUTE, PIPELINE, DATA_PARALLEL, WAITING = TRACKS = ("compute", "pipeline", "data parallel", "waiting")
 
+#: keys of a timeline's ``about``: samples of a step over all replicas, and most bytes that any rank held
+SAMPLES, PEAK = "samples a step", "peak bytes"
+
 
 class Event(NamedTuple):
     """Something that took time.

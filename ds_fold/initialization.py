@@ -29,7 +29,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, *, 
         check_dataset(kwargs["training_data"])
     if isinstance(config, str):
         config = load_config(config)
-    with compat.engine_class(PipelineEngine):
+    with compat.engine_class(model.engine_class or PipelineEngine):
         return deepspeed.initialize(args, model, optimizer, _trainable(model, model_parameters), config=config, **kwargs)
 
 

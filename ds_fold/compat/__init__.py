@@ -326,6 +326,16 @@ def current_device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def device_memory_bytes() -> int:
+    """What the current device holds in all; with the CPU as accelerator the machine's memory."""
+    return get_accelerator().total_memory()
+
+
+def synchronize_device() -> None:
+    """Wait until the accelerator has done what it was given."""
+    get_accelerator().synchronize()
+
+
 def seed_device(seed: int) -> None:
     """Seed the current accelerator's generator, where it is not the CPU's own."""
     accelerator = get_accelerator()
@@ -357,6 +367,7 @@ def reset_checkpoint_buffers() -> None:
 
 
 __all__ = [
-    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device", "engine_class",
-    "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers", "seed_device", "stock_schedule"
+    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device",
+    "device_memory_bytes", "engine_class", "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers",
+    "seed_device", "stock_schedule", "synchronize_device"
 ]

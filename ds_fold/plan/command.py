@@ -5,6 +5,7 @@ from typing import List
 
 from ..partition import PartitionError, cut_layers
 from .costs import Cluster, PlanError, Profile
+from .memory import States, describe_efficiency
 from .result import Result
 from .simulate import simulate
 
@@ -27,6 +28,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--overhead-ms", type=float, help="a rank's own time per compute and message (default 0)")
     parser.add_argument("--recompute", action="store_true", help="all layers recompute their activations in the backward")
     parser.add_argument("--priority", action="store_true", help="pipeline messages go before data-parallel transfers on a card")
+    parser.add_argument("--tokens-per-sample", type=int, help="counts throughput and memory efficiency in tokens, too")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the step's timeline; the suffix says in which form")
 
 
@@ -41,11 +43,13 @@ def run(args) -> int:
     costs = profile.costs(_cuts(fold, profile, P), P, range(len(profile.layers)) if args.recompute else ())
     program = fold.train_program(P, M, zero)
     options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not fold.owns_optimizer(zero),
-               "by_layer": fold.overlap_grad_reduce == "layer"}
+               "by_layer": fold.overlap_grad_reduce == "layer",
+               "states": States.of_config(config, zero, D, fold.owns_optimizer(zero))}
     result = simulate(program, costs, cluster, **options)
     alone = simulate(program, costs, cluster, **options, data_parallel=False) if D > 1 else result
     title = f"{fold.schedule if fold.preset else fold.schedule.file}, P={P} v={fold.segments} M={M} D={D} ZeRO-{zero}"
     _print(title, result, alone, cluster)
+    print(describe_efficiency(profile.micro_batch_size * M * D / result.step_s, result.peak_bytes, args.tokens_per_sample))
     if args.output:
         from ..trace import write
         write([result.timeline(title)], args.output)
@@ -85,7 +89,8 @@ def _print(title: str, result: Result, alone: Result, cluster: Cluster) -> None:
     print(f"{title}\n\nrank  compute ms  on the wire ms  exposed ms  hidden  peak slots     peak MB")
     for r, rank in enumerate(result.ranks):
         hidden = f"{1 - rank.exposed_s / rank.transfer_s:.0%}" if rank.transfer_s else "-"
-        over = cluster.device_memory_bytes is not None and rank.peak_bytes > cluster.device_memory_bytes
+        device = cluster.memory_bytes(r, result.D)
+        over = device is not None and rank.peak_bytes > device
         print(f"{r:4d}  {1e3 * rank.compute_s:10.1f}  {1e3 * rank.transfer_s:14.1f}  {1e3 * rank.exposed_s:10.1f}  {hidden:>6}  "
               f"{rank.peak_slots:10.2f}  {rank.peak_bytes / 1e6:10.1f}{'  more than the device has' * over}")
     print(f"\nstep {1e3 * result.step_s:.1f} ms, bubble {result.bubble_fraction:.1%}; without data-parallel communication "

@@ -12,14 +12,27 @@ A profile, measured once per layer for one micro-batch (see :class:`Profile` for
                  "activation_bytes": 65536, "boundary_bytes": 32768,
                  "recomputed": {"backward_s": 0.003, "activation_bytes": 8192}}, ...],
      "head": {"forward_s": 0.001, "backward_s": 0.001, "activation_bytes": 1e6}}
+
+``python -m ds_fold profile`` and ``netcheck`` measure and write them.
 """
 
 import json
-from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 SCHEMA = 1
+GIB = 2**30
 
 
 class PlanError(ValueError):
@@ -93,6 +106,8 @@ class Cluster(_Model):
     intra_host: Optional[Link] = None
     """A rank's link to the other ranks of its host. Needed with more than one rank a host."""
     device_memory_bytes: Optional[PositiveFloat] = None
+    memory_gib: Optional[Union[PositiveFloat, List[PositiveFloat]]] = None
+    """The same in 2**30 bytes, for all ranks or one number per rank. Give one of the two."""
     collective: Literal["ring", "hierarchical", "pairwise"] = "ring"
     """How replicas of one layer exchange S bytes where h of them share a host: see :meth:`exchange`. Without sharing all three
     send (D-1)/D S. ds_fold's own collectives are pairwise on gloo; NCCL picks rings or trees."""
@@ -102,6 +117,22 @@ class Cluster(_Model):
         if self.ranks_per_host > 1 and self.intra_host is None:
             raise ValueError(f"intra_host is missing, but ranks_per_host={self.ranks_per_host}")
         return self
+
+    @model_validator(mode="after")
+    def _one_memory(self):
+        if self.memory_gib is not None and self.device_memory_bytes is not None:
+            raise ValueError("give either device_memory_bytes or memory_gib")
+        ranks = self.hosts * self.ranks_per_host
+        if isinstance(self.memory_gib, list) and len(self.memory_gib) != ranks:
+            raise ValueError(f"memory_gib lists {len(self.memory_gib)} ranks, but {self.hosts} hosts x {self.ranks_per_host} are "
+                             f"{ranks}")
+        return self
+
+    def memory_bytes(self, pipeline_rank: int, D: int) -> Optional[float]:
+        """What the smallest device of the pipeline rank's D replicas holds; None where the file does not say."""
+        if isinstance(self.memory_gib, list):
+            return GIB * min(self.memory_gib[pipeline_rank * D:(pipeline_rank + 1) * D])
+        return self.device_memory_bytes if self.memory_gib is None else GIB * self.memory_gib
 
     def check(self, P: int, D: int) -> None:
         """Raise PlanError unless P pipeline ranks of D replicas fit, with all replicas placed alike."""
@@ -168,17 +199,41 @@ class Layer(_Model):
     """One layer and one micro-batch."""
 
     name: str = ""
+    """Of its class or function; what "type:regex" searches, and what tells one model's profile from another's."""
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     parameter_bytes: NonNegativeFloat
     trainable_bytes: NonNegativeFloat
     """Of gradients as they travel between replicas: without frozen parameters, in the communication dtype."""
+    parameter_count: Optional[NonNegativeInt] = None
+    trainable_count: Optional[NonNegativeInt] = None
     activation_bytes: NonNegativeFloat
-    """Kept from the forward to the backward, input included."""
+    """Kept from the forward to the backward, input included, parameters not, nor the output: its user counts it."""
     boundary_bytes: NonNegativeFloat
     """Of the output: what a pipeline rank would send if the model were cut behind this layer. Its gradient is as large."""
     recomputed: Optional[Recomputed] = None
     """Default: the backward repeats the forward, and the input is kept."""
+    recompute_activation_bytes: Optional[NonNegativeFloat] = None
+    """``recomputed.activation_bytes`` for profiles without ``recomputed``; taken from there where that is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number(cls, data):
+        recomputed = data.get("recomputed") if isinstance(data, dict) else None
+        kept = getattr(recomputed, "activation_bytes", None)
+        if isinstance(recomputed, dict):
+            kept = recomputed.get("activation_bytes")
+        if kept is None:
+            return data
+        if data.get("recompute_activation_bytes", kept) != kept:
+            raise ValueError(f"recompute_activation_bytes={data['recompute_activation_bytes']} and recomputed.activation_bytes="
+                             f"{kept} are the same thing; remove one")
+        return {**data, "recompute_activation_bytes": kept}
+
+    def when_recomputed(self, input_bytes: float) -> Recomputed:
+        """What it costs with its activations recomputed; ``input_bytes`` is what enters it."""
+        kept = input_bytes if self.recompute_activation_bytes is None else self.recompute_activation_bytes
+        return self.recomputed or Recomputed(backward_s=self.forward_s + self.backward_s, activation_bytes=kept)
 
 
 class Head(_Model):
@@ -220,6 +275,26 @@ class Profile(_Model):
                       boundary_bytes=activation_bytes)
         return cls(layers=[layer] * layers, input_bytes=activation_bytes, **more)
 
+    def check_model(self, names: Sequence[str], parameter_counts: Sequence[int]) -> None:
+        """Refuse a profile of another model than the one with these layers.
+
+        Args:
+            names, parameter_counts: of each layer, as :func:`ds_fold.plan.profile.describe_layers` finds them.
+
+        Raises:
+            PlanError: naming the first difference.
+        """
+        title = f"the profile{f' {self.name!r}' if self.name else ''} was measured on another model"
+        remedy = "measure this model: python -m ds_fold profile"
+        if len(names) != len(self.layers):
+            raise PlanError(f"{title}: it has {len(self.layers)} layers, the model {len(names)}; {remedy}")
+        for i, (layer, name, count) in enumerate(zip(self.layers, names, parameter_counts)):
+            if layer.name and layer.name != name:
+                raise PlanError(f"{title}: its layer {i} is {layer.name}, the model's {name}; {remedy}")
+            if layer.parameter_count is not None and layer.parameter_count != count:
+                raise PlanError(f"{title}: its layer {i} ({name}) has {layer.parameter_count} parameters, the model's {count}; "
+                                f"{remedy}")
+
     def costs(self, cuts: Sequence[int], P: int, recompute: Collection[int] = ()) -> "Costs":
         """The costs of a fold.
 
@@ -234,11 +309,10 @@ class Profile(_Model):
         n = len(self.layers)
         if cuts[0] != 0 or cuts[-1] != n or any(a >= b for a, b in zip(cuts, cuts[1:])) or (len(cuts) - 1) % P:
             raise PlanError(f"cuts {list(cuts)} must ascend from 0 to the profile's {n} layers, in a multiple of {P} chunks")
-        backward, kept = [], []
+        backward, kept, whole = [], [], [layer.activation_bytes for layer in self.layers]
         for i, layer in enumerate(self.layers):
             if i in recompute:
-                entering = self.layers[i - 1].boundary_bytes if i else self.input_bytes
-                layer = layer.recomputed or Recomputed(backward_s=layer.forward_s + layer.backward_s, activation_bytes=entering)
+                layer = layer.when_recomputed(self.layers[i - 1].boundary_bytes if i else self.input_bytes)
             backward.append(layer.backward_s)
             kept.append(layer.activation_bytes)
         spans = list(zip(cuts, cuts[1:]))
@@ -247,11 +321,13 @@ class Profile(_Model):
             return [sum(values[a:b]) for a, b in spans]
 
         layers = [[(backward[i], self.layers[i].trainable_bytes) for i in range(a, b)] for a, b in spans]
+        # a backward goes through the layers from the last to the first and frees what it has used
+        recomputing = [max(sum(kept[a:i]) + whole[i] - sum(kept[a:b]) for i in range(a, b)) for a, b in spans] if recompute else ()
         costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
                       [self.layers[b - 1].boundary_bytes for _, b in spans], sums(kept),
                       sums([layer.parameter_bytes for layer in self.layers]),
                       sums([layer.trainable_bytes for layer in self.layers]), layers, self.tied_bytes, self.step_s_per_byte,
-                      self.optimizer_bytes_per_byte, self.overhead_s)
+                      self.optimizer_bytes_per_byte, self.overhead_s, recomputing)
         costs.forward_s[-1] += self.head.forward_s
         costs.backward_s[-1] += self.head.backward_s
         costs.activation_bytes[-1] += self.head.activation_bytes
@@ -269,6 +345,7 @@ class Costs(NamedTuple):
         parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
         layers: of each chunk, (backward_s, trainable_bytes) of its layers.
         tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
+        recompute_bytes: more than activation_bytes, at most, while a backward recomputes; empty: none.
     """
     P: int
     forward_s: List[float]
@@ -282,6 +359,7 @@ class Costs(NamedTuple):
     step_s_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
     overhead_s: float = 0.0
+    recompute_bytes: Sequence[float] = ()
 
     @classmethod
     def uniform(cls, P: int, v: int, forward_s: float, backward_s: Optional[float] = None, boundary_bytes: float = 0.0,

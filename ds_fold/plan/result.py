@@ -1,11 +1,10 @@
 """What a simulation found: one step of the steady state, as numbers per rank and as a timeline."""
 
 from functools import cached_property
-from typing import Dict, Iterable, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from ..events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING, Event, Timeline
 from ..schedule.actions import (
-    RECV_ACT,
     RECV_GRAD,
     REDUCE_TIED,
     SEND_ACT,
@@ -23,6 +22,7 @@ from ..schedule.actions import (
     Program,
 )
 from .costs import Costs
+from .memory import States, held, memory_efficiency
 
 #: what a rank may wait in
 WAITS = (WAIT_SEND_ACT, WAIT_RECV_ACT, WAIT_SEND_GRAD, WAIT_RECV_GRAD, REDUCE_TIED, WAIT_REDUCE, STEP, WAIT_GATHER)
@@ -76,14 +76,17 @@ class Result:
     """One step of the steady state.
 
     Attributes:
-        program, costs, D, zero_stage: what was simulated.
+        program, costs, D, zero_stage, states: what was simulated.
         steps_s: time of every simulated step; the last is the steady state's.
         step_s: the last of them.
         records: per pipeline rank.
     """
 
-    def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record]):
+    def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record],
+                 states: Optional[States] = None):
         self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
+        self.states = states or States(1.0, costs.optimizer_bytes_per_byte / (D if zero_stage else 1),
+                                       reducing=float(zero_stage == 2), lifetime="reduction" if zero_stage == 2 else "always")
         self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
 
     @property
@@ -126,50 +129,18 @@ class Result:
         return RankSummary(busy, on_wire, on_wire - behind, waits, peak_live / self.program.v, peak)
 
     def memory(self, r: int) -> Iterable[Tuple[float, float]]:
-        """(time, bytes held from then on) of pipeline rank r, in order of time.
+        """(time, bytes held from then on) of pipeline rank r, in order of time; see :func:`ds_fold.plan.memory.held`."""
+        record = self.records[r]
+        return held(self.costs, self.states, r, self.program.ranks[r], record.begun, record.ended, self.program.forward_only)
 
-        Parameters and optimizer state (a D-th of it with ZeRO 1 and 2) are always there, and so are the gradients, but for ZeRO-2:
-        there from a segment's first backward until its reduction was waited for. Activations live from the begin of the forward to
-        the end of the backward, buffers of messages from their post to their use and from their making to the end of their send.
-        """
-        costs, P, zero2 = self.costs, self.program.P, self.zero_stage == 2
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.ranks)
 
-        def received(s: int) -> float:
-            """Bytes of virtual stage s's input where it comes from another rank."""
-            return costs.boundary_bytes[s - 1] if P > 1 and s > 0 else 0.0
-
-        trainable = costs.of_rank(costs.trainable_bytes, r)
-        held = costs.of_rank(costs.parameter_bytes, r)
-        held += trainable * costs.optimizer_bytes_per_byte / (self.D if self.zero_stage else 1)
-        if not zero2:
-            held += trainable
-        yield 0.0, held
-        accumulating = set()
-        for (op, k, _), start, end in zip(self.program.ranks[r], self.records[r].begun, self.records[r].ended):
-            s = k * P + r
-            if op == F:
-                held += costs.activation_bytes[s] - received(s)  # the input is part of them
-                yield start, held
-                if self.program.forward_only:
-                    held -= costs.activation_bytes[s]
-                    yield end, held
-            elif op == B:
-                if zero2 and k not in accumulating:
-                    accumulating.add(k)
-                    held += costs.trainable_bytes[s]
-                held += received(s)  # the input's gradient
-                yield start, held
-                held -= costs.activation_bytes[s] + (received(s + 1) if s + 1 < len(costs.forward_s) else 0.0)
-                yield end, held
-            elif op in (RECV_ACT, RECV_GRAD):
-                held += received(s if op == RECV_ACT else s + 1)
-                yield start, held
-            elif op == WAIT_SEND_GRAD:
-                held -= received(s)
-                yield end, held
-            elif op == WAIT_REDUCE and zero2:
-                held -= costs.trainable_bytes[s]
-                yield end, held
+    def memory_efficiency(self, samples: float) -> Optional[float]:
+        """ME in samples/s per GiB of the fullest rank, for ``samples`` a step."""
+        return memory_efficiency(samples / self.step_s, self.peak_bytes)
 
     def timeline(self, title: str = "simulation") -> Timeline:
         """The step as events of all ranks; replicas do the same.

@@ -31,6 +31,7 @@ from ..schedule.actions import (
     Program,
 )
 from .costs import Cluster, Costs, Exchange, PlanError
+from .memory import States
 from .network import Channel, Network, Port
 from .result import Record, Result, Transfer
 
@@ -240,7 +241,8 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
 
 
 def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_stage: int = 1, priority: bool = False,
-             stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True) -> Result:
+             stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True,
+             states: Optional[States] = None) -> Result:
     """Run ``program`` step after step until one leaves the network as it found it: all steps from there on are like it.
 
     Args:
@@ -254,6 +256,8 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         stock_optimizer: DeepSpeed's wrappers, whose ZeRO-1 all-reduces whole gradients.
         by_layer: each layer of segment 0 is reduced as soon as its last backward is over. Needs a program whose reductions overlap.
         data_parallel: False leaves out reductions and gathers: what the schedule alone takes.
+        states: what memory holds per parameter. Default: gradients as large as parameters, and the profile's optimizer state, a
+            D-th of it with ZeRO.
 
     Raises:
         PlanError: program, costs and cluster do not belong together, the program deadlocks, or steps do not repeat.
@@ -298,7 +302,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         steps.append(end - begin)
         found, left = left, [_in_flight(me.bulk, end) for me in ranks]
         if _alike(found, left, TOLERANCE * steps[-1]):
-            return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks])
+            return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks], states)
         if len(steps) == MOST_STEPS:
             raise PlanError(f"steps do not repeat after {MOST_STEPS}: {steps}")
         begin = end

@@ -144,6 +144,12 @@ class Channel:
         """Nothing is launched or posted that was not waited for."""
         return not self._sending and not self._receiving
 
+    def buffers(self) -> List[torch.Tensor]:
+        """Of messages in flight, in either direction."""
+        headers = [receive.header[0] for receive in self._receiving if receive.header is not None]
+        return [buffer for _, sent in self._sending for buffer in sent] + headers + [
+            t for receive in self._receiving for t in receive.tensors]
+
     # sending --------------------------------------------------------------------------------------------------------------
 
     def send(self, edge: str, message: Message) -> None:

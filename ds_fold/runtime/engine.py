@@ -37,6 +37,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
         self._groups: List = []
         self._recorder: Optional[Recorder] = None
+        #: counts what this rank holds while batches run, see :class:`~ds_fold.runtime.memory.MeasuredMemory`
+        self.measured_memory = None
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
@@ -145,7 +147,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         if self._training_batch:
             self.begin_batch()
             self._backwards.clear()
-            self._interpret(schedule)
+            with nullcontext() if self._recorder is None else self._recorder.count_memory():
+                self._interpret(schedule)
         else:
             if self._sharded is not None:
                 self._sharded.flush()
@@ -181,6 +184,8 @@ class PipelineEngine(compat.PipelineEngineBase):
         deterministic = self.fold.deterministic_rng
         if self._training_batch and self._recorder is not None and self._recorder.covers(self.global_steps):
             schedule = self._recorder.watch(schedule)
+        if self.measured_memory is not None:
+            schedule = self.measured_memory.watch(schedule)
         self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
         with compat.preserved_rng() if deterministic else nullcontext():
             for step in schedule:
@@ -214,6 +219,15 @@ class PipelineEngine(compat.PipelineEngineBase):
                 self.set_dataiterator(data_iter)
             self._pull_batch(self.micro_batches)
         return super().train_batch()
+
+    def message_tensors(self) -> List[torch.Tensor]:
+        """Buffers of messages that are posted or launched and not yet waited for."""
+        channels = (self._act_in, self._act_out, self._grad_in, self._grad_out)
+        return [t for channel in channels if channel is not None for t in channel.buffers()]
+
+    def slot_tensors(self) -> List:
+        """What the slots hold now: tensors, tuples and lists of them."""
+        return [getattr(slot, name) for slot in self._slots.values() for name in slot.__slots__]
 
     # recording ------------------------------------------------------------------------------------------------------------
 

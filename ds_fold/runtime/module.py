@@ -30,6 +30,8 @@ class PipelineModule(compat.PipelineModuleBase):
     Raises:
         ConfigError: on every rank, before any layer is built, naming the key, the values and the remedy.
     """
+    #: what initialize() runs the module with; None: PipelineEngine
+    engine_class = None
 
     def __init__(self, layers, num_stages=None, topology=None, *args, config=None, **kwargs):
         ds_config = load_config(config)
@@ -76,7 +78,7 @@ class PipelineModule(compat.PipelineModuleBase):
             raise ConfigError(str(error)) from None
         if self.global_rank == 0:
             for s in range(chunks):
-                names = ", ".join(_layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
+                names = ", ".join(layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
                 print(f"virtual stage {s:2d} = segment {s // self.num_stages} on pipeline rank {s % self.num_stages}: "
                       f"layers [{cuts[s]}, {cuts[s + 1]}) {names}")
         return cuts
@@ -191,7 +193,7 @@ class PipelineModule(compat.PipelineModuleBase):
     def describe_last_layer(self, segment: int) -> str:
         """Name of the layer that makes a chunk's output, for messages."""
         index = self.global_layer_indices[self.segment_ranges[segment][1] - 1]
-        return f"layer {index} ({_layer_name(self.layer_specs[index])})"
+        return f"layer {index} ({layer_name(self.layer_specs[index])})"
 
 
 def _seed_everything(seed: int) -> None:
@@ -201,7 +203,8 @@ def _seed_everything(seed: int) -> None:
     compat.seed_device(seed)
 
 
-def _layer_name(spec) -> str:
+def layer_name(spec) -> str:
+    """Of a layer as PipelineModule takes them: the name of its class or function."""
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
     return spec.__class__.__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", str(spec))

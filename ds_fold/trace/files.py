@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
-from ..events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING, Event, Timeline
+from ..events import COMPUTE, DATA_PARALLEL, PEAK, PIPELINE, SAMPLES, WAITING, Event, Timeline
 from ..schedule import actions as op
 from ..schedule.actions import Action
 
@@ -63,6 +63,8 @@ class RankTrace(NamedTuple):
             nothing moves, and there is no transfer; left out: not known.
         actions: this rank's program.
         steps: in order.
+        samples_per_step: over all replicas; 0: not known.
+        peak_bytes: most memory that the rank held; 0: not known.
     """
     run: str
     title: str
@@ -77,6 +79,8 @@ class RankTrace(NamedTuple):
     bytes: Dict[str, int]
     actions: List[Action]
     steps: List[Step]
+    samples_per_step: int = 0
+    peak_bytes: int = 0
 
 
 # one rank's file ----------------------------------------------------------------------------------------------------------
@@ -117,12 +121,15 @@ def load(path: str) -> RankTrace:
         raise TraceError(f"{path} has schema {schema}, but this ds_fold knows up to {SCHEMA}; draw it with the newer release that "
                          f"recorded it")
     try:
+        content = {**RankTrace._field_defaults, **content}
         trace = RankTrace(**{name: content[name] for name in RankTrace._fields})
         trace = trace._replace(actions=[Action.parse(word) for word in trace.actions.split()],
                                steps=[Step(**step) for step in trace.steps])
         for step in trace.steps:
             if len(step.marks) != len(trace.actions) + 1:
                 raise ValueError(f"step {step.number} has {len(step.marks)} marks for {len(trace.actions)} actions")
+        if not all(isinstance(count, int) and count >= 0 for count in (trace.samples_per_step, trace.peak_bytes)):
+            raise ValueError(f"{trace.samples_per_step} samples a step, {trace.peak_bytes} bytes")
         if not 0 <= trace.rank < trace.P * trace.D:
             raise ValueError(f"rank {trace.rank} of {trace.P * trace.D}")
         return trace
@@ -193,7 +200,8 @@ def assemble(traces: List[RankTrace]) -> Timeline:
     starts = [min(trace.steps[i].marks[0] + trace.clock_offset for trace in traces) - begin for i in range(len(first.steps))]
     end = max(trace.steps[-1].marks[-1] + trace.clock_offset for trace in traces) - begin
     return Timeline(first.title, first.P, first.D, first.v, first.M, _meet(events, first.P, first.D), [*starts, end],
-                    {"run": first.run, "first step": first.steps[0].number})
+                    {"run": first.run, "first step": first.steps[0].number, SAMPLES: first.samples_per_step,
+                     PEAK: max(trace.peak_bytes for trace in traces)})
 
 
 def _events(trace: RankTrace, shift: float) -> List[Event]:

@@ -1,17 +1,19 @@
 """The recorder: notes when each action of the recorded steps begins on this rank.
 
-What runs while recording is one reading of the clock per action. Everything else happens when the last step is over: each rank
-writes its file, and rank 0 gathers all recordings and reports them.
+What runs while recording is one reading of the clock per action; memory is counted in the step before. Everything else happens when
+the last step is over: each rank writes its file, and rank 0 gathers all recordings and reports them.
 """
 
 import secrets
 import time
+from contextlib import contextmanager
 from typing import Callable, Iterator, List, Tuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
+from ..runtime.memory import MeasuredMemory
 from .files import RankTrace, Step, assemble, save
 from .report import describe, measure
 
@@ -60,6 +62,18 @@ class Recorder:
         self.engine, self.group, self.clock = engine, group, clock
         self.config = engine.fold.trace
         self._steps: List[Tuple[int, int, list]] = []
+        self._peak_bytes = 0
+
+    @contextmanager
+    def count_memory(self) -> Iterator[None]:
+        """Around each training batch: counts what the rank holds in the one before the first that is recorded, whose times do not
+        matter. Where the first of all is recorded, memory is not known."""
+        if self.engine.global_steps != self.config.steps[0] - 1 or self.engine.measured_memory is not None:
+            yield
+            return
+        with MeasuredMemory(self.engine) as memory:
+            yield
+        self._peak_bytes = memory.peak_bytes
 
     def covers(self, step: int) -> bool:
         return self.config.steps[0] <= step < self.config.steps[1]
@@ -105,7 +119,8 @@ class Recorder:
         trace = RankTrace(run=self._run, title=engine.describe_run(), P=program.P, D=engine.dp_world_size, v=program.v, M=program.M,
                           rank=engine.global_rank, clock_offset=self._offset, ended=time.time(),
                           blocking_reduce=not engine.owns_optimizer(), bytes=engine.transfer_bytes(),
-                          actions=program.ranks[engine.stage_id], steps=steps)
+                          actions=program.ranks[engine.stage_id], steps=steps, samples_per_step=engine.train_batch_size(),
+                          peak_bytes=self._peak_bytes)
         try:
             save(trace, path)
         except OSError as error:  # a picture is not worth a training run

@@ -4,7 +4,8 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import Deque, Dict, List, NamedTuple, Optional, Tuple
 
-from ..events import COMPUTE, DATA_PARALLEL, WAITING, Event, Timeline
+from ..events import COMPUTE, DATA_PARALLEL, PEAK, SAMPLES, WAITING, Event, Timeline
+from ..plan.memory import describe_efficiency, memory_efficiency
 from ..schedule import actions as op
 from .files import DATA_PARALLEL_OPS, messages
 
@@ -20,12 +21,14 @@ class Metrics(NamedTuple):
             of its step is not seen.
         hidden_data_parallel: 1 - exposed / time in which any reduction or gather of the rank is in flight; None without any.
         exposed_pipeline_s: seconds for which a rank waits for a message that is on its way; waiting before it was sent is bubble.
+        memory_efficiency: HIPPIE's ME, samples/s per GiB of the fullest rank; None where memory or samples are not known.
     """
     step_s: float
     bubble_fraction: float
     exposed_data_parallel_s: float
     hidden_data_parallel: Optional[float]
     exposed_pipeline_s: float
+    memory_efficiency: Optional[float] = None
 
 
 def measure(timeline: Timeline) -> List[Metrics]:
@@ -35,7 +38,9 @@ def measure(timeline: Timeline) -> List[Metrics]:
     for receive in sorted({j for _, j in messages(timeline)}, key=lambda j: timeline.events[j].start):
         event = timeline.events[receive]
         arriving.setdefault((event.rank, "W" + event.action), deque()).append(event)
-    return [_measure(events, begin, end, ranks, arriving)
+    samples, peak = timeline.about.get(SAMPLES, 0), timeline.about.get(PEAK, 0)
+    return [_measure(events, begin, end, ranks, arriving)._replace(
+                memory_efficiency=memory_efficiency(samples / (end - begin), peak) if samples and end > begin else None)
             for events, begin, end in zip(_by_step(timeline), timeline.steps, timeline.steps[1:])]
 
 
@@ -74,10 +79,15 @@ def _measure(events: List[Event], begin: float, end: float, ranks: int, arriving
                    max(0.0, 1 - exposed / in_flight) if in_flight else None, exposed_pipeline / ranks)
 
 
-def table(timeline: Timeline) -> str:
-    """A line for each step of a timeline."""
-    return "\n".join(f"step {number}: {describe(metrics)}"
-                     for number, metrics in enumerate(measure(timeline), timeline.about.get("first step", 0)))
+def table(timeline: Timeline, tokens_per_sample: Optional[int] = None) -> str:
+    """A line for each step of a timeline, and one on throughput and memory where they are known."""
+    lines = [f"step {number}: {describe(metrics)}"
+             for number, metrics in enumerate(measure(timeline), timeline.about.get("first step", 0))]
+    samples = timeline.about.get(SAMPLES)
+    if samples:
+        mean = (timeline.steps[-1] - timeline.steps[0]) / len(lines)
+        lines.append(describe_efficiency(samples / mean, timeline.about.get(PEAK, 0), tokens_per_sample))
+    return "\n".join(lines)
 
 
 def summary(timeline: Timeline, scale: float = 1e3, unit: str = "ms") -> str:
@@ -96,6 +106,8 @@ def describe(metrics: Metrics, scale: float = 1e3, unit: str = "ms") -> str:
                      f"hidden)")
     if metrics.exposed_pipeline_s:
         words.append(f"exposed messages {scale * metrics.exposed_pipeline_s:.3g}")
+    if metrics.memory_efficiency is not None:
+        words.append(f"memory efficiency {metrics.memory_efficiency:.4g} samples/s per GiB")
     return ", ".join(words)
 
 

@@ -13,7 +13,7 @@ def files(tmp_path):
     config, cluster = tmp_path / "ds_config.json", tmp_path / "cluster.json"
     config.write_text(json.dumps({"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}, "ds_fold": {
         "schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True}}))
-    Cluster(hosts=4, inter_host=Link(gbit_per_s=0.1), device_memory_bytes=40e6).save(str(cluster))
+    Cluster(hosts=4, inter_host=Link(gbit_per_s=0.1), device_memory_bytes=50e6).save(str(cluster))
     return [str(config), "--cluster", str(cluster), "--pp", "2"]
 
 
@@ -24,9 +24,22 @@ def test_simulate_prints_a_table(files, capsys):
     rows = [line.split() for line in out.splitlines() if line[:4].strip().isdigit()]
     assert [row[:2] for row in rows] == [["0", "480.0"], ["1", "480.0"]]
     assert all(float(row[3]) < float(row[2]) and row[4] not in ("-", "0%") for row in rows)
-    # parameters and gradients of 12 MB, Adam on half of it, activations: 3.5 micro-batches of 4 layers of 32 KB, and messages
-    assert all(36.3 < float(row[6]) < 37 for row in rows) and "more than" not in out
+    # parameters and gradients of 12 MB, Adam's two states of half of them, and before the step averages of half of them
+    assert all(42 <= float(row[6]) < 42.5 for row in rows) and "more than" not in out
     assert "without data-parallel communication" in out
+
+
+def test_throughput_and_memory_efficiency_are_printed(files, tmp_path, capsys):
+    profile = str(tmp_path / "profile.json")
+    Profile.uniform(2, 0.5, parameter_bytes=2**28, micro_batch_size=3).save(profile)
+    (tmp_path / "ds_config.json").write_text('{"gradient_accumulation_steps": 4}')
+    (tmp_path / "cluster.json").write_text('{"schema": 1, "hosts": 1, "inter_host": {"gbit_per_s": 1e9}, "memory_gib": 0.9}')
+    assert main(["simulate", files[0], "--cluster", files[2], "--pp", "1", "--profile", profile, "--tokens-per-sample", "10"]) == 0
+    out = capsys.readouterr().out
+    # 12 samples in 4 micro-batches of 2 layers of 0.5 and 1 s; 0.5 GiB of parameters, as much of gradients, and twice of Adam's
+    assert ("throughput 1 samples/s, 10 tokens/s; fullest rank 2 GiB; memory efficiency 0.5 samples/s per GiB, 5 tokens/s per GiB"
+            in out)
+    assert out.count("more than the device has") == 1
 
 
 def test_a_profile_gives_the_same_as_the_options_it_stands_for(files, tmp_path, capsys):

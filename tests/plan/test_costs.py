@@ -38,6 +38,10 @@ def test_a_rate_is_given_in_either_unit():
     ({"hosts": 1}, r"inter_host: Field required"),
     ({**CLUSTER, "inter_host": {"gbit_per_s": 1, "bytes_per_s": 1}}, r"inter_host: give either bytes_per_s or gbit_per_s"),
     ({**CLUSTER, "ranks_per_host": 2}, r"intra_host is missing, but ranks_per_host=2"),
+    ({**CLUSTER, "inter_host": {"latency_s": 0}}, r"inter_host: give either bytes_per_s or gbit_per_s"),
+    ({**CLUSTER, "inter_host": {"gbit_per_s": -1}}, r"inter_host.gbit_per_s: .*greater than 0, got -1"),
+    ({**CLUSTER, "memory_gib": [80, 80]}, r"memory_gib lists 2 ranks, but 4 hosts x 1 are 4"),
+    ({**CLUSTER, "memory_gib": 80, "device_memory_bytes": 1}, r"give either device_memory_bytes or memory_gib"),
     ('{"schema": 1, "hosts": 4, "inter_host": {"gbit_per_s": NaN}}', r"inter_host.gbit_per_s: .*finite"),
 ])
 def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, data, message):
@@ -48,6 +52,8 @@ def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, data, message):
 @pytest.mark.parametrize("data,message", [
     ({"layers": []}, r"layers: .*at least 1 item"),
     ({"layers": [LAYER, {**LAYER, "forward_s": -1}]}, r"layers.1.forward_s: .*greater than or equal to 0, got -1"),
+    ({"layers": [{**LAYER, "recompute_activation_bytes": 3, "recomputed": {"backward_s": 3, "activation_bytes": 4}}]},
+     r"layers.0: recompute_activation_bytes=3 and recomputed.activation_bytes=4 are the same thing"),
     ({"layers": [{k: x for k, x in LAYER.items() if k != "boundary_bytes"}]}, "layers.0.boundary_bytes: Field required"),
 ])
 def test_a_wrong_profile_is_refused_by_its_key(tmp_path, data, message):
@@ -113,6 +119,23 @@ def test_recomputed_layers_keep_their_input_and_repeat_their_forward():
     costs = Profile(layers=layers, input_bytes=5).costs([0, 1, 2, 3], 1, recompute=(0, 1, 2))
     assert costs.backward_s == [3, 3, 2.5] and costs.activation_bytes == [5, 10, 4]
     assert Profile(layers=layers).costs([0, 1, 2, 3], 1, recompute=(1,)).backward_s == [2, 3, 2]
+
+
+def test_a_recomputing_backward_holds_one_layer_whole():
+    """Kept: 5, 10 and 4; the last layer's backward adds the 26 that it recomputes, the second's 20 when the last's 4 are gone."""
+    layers = [{**LAYER, "boundary_bytes": 10 * (i + 1)} for i in range(3)]
+    layers[2]["recompute_activation_bytes"] = 4
+    profile = Profile(layers=layers, input_bytes=5)
+    costs = profile.costs([0, 3], 1, recompute=(0, 1, 2))
+    assert costs.activation_bytes == [19] and costs.recompute_bytes == [26] and costs.backward_s == [9]
+    assert profile.costs([0, 3], 1).recompute_bytes == ()
+
+
+def test_memory_of_devices():
+    cluster = Cluster(hosts=4, inter_host=Link(gbit_per_s=1), memory_gib=[3, 2, 1, 4])
+    assert [cluster.memory_bytes(r, 2) for r in range(2)] == [2 * 2**30, 2**30]
+    assert Cluster(hosts=4, inter_host=Link(gbit_per_s=1), memory_gib=2).memory_bytes(1, 1) == 2**31
+    assert Cluster(hosts=4, inter_host=Link(gbit_per_s=1), device_memory_bytes=7).memory_bytes(1, 1) == 7
 
 
 @pytest.mark.parametrize("cuts", [[0, 2], [0, 1, 2, 3], [0, 3, 2, 4], [1, 2, 4], [0, 2, 2, 3, 4]])

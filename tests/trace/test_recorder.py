@@ -129,7 +129,20 @@ def test_rank_0_reports_each_step(overlapped):
         rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
         samples = 4 * MICRO_BATCH * 2  # a step
         assert [int(float(x)) for x, _ in rows] == [2 * samples, 3 * samples, 4 * samples]
-        assert [float(y) for _, y in rows] == pytest.approx([getattr(measure(timeline)[i], name) for i in range(3)], abs=1e-5)
+        assert [float(y) for _, y in rows] == pytest.approx([getattr(measure(timeline)[i], name) for i in range(3)], abs=1e-5,
+                                                                rel=1e-5)
+
+
+def test_memory_is_counted_in_the_step_before(overlapped):
+    folder, _, log = overlapped
+    timeline = read(str(folder / "traces"))
+    peaks = [load(str(folder / "traces" / f"rank{rank}.json")).peak_bytes for rank in range(4)]
+    numel = 4 * sum(p.numel() for p in Block().parameters())  # of a rank, in fp32: parameters, gradients, half of Adam's states
+    assert all(12 * numel < peak < 16 * numel for peak in peaks)
+    samples = 4 * MICRO_BATCH * 2
+    expected = [samples / (end - begin) / max(peaks) * 2**30 for begin, end in zip(timeline.steps, timeline.steps[1:])]
+    assert [metrics.memory_efficiency for metrics in measure(timeline)] == pytest.approx(expected)
+    assert all("memory efficiency" in line for line in log[:3])
 
 
 def test_bubble_of_1f1b_is_its_closed_form(tmp_path):
