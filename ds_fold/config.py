@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, FrozenSet, List, Optional, Union
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -79,6 +79,10 @@ class FoldConfig(DeepSpeedConfigModel):
     partition: Optional[Union[str, List[int]]] = None
     """"uniform", "parameters", "type:regex", or the list of v*P + 1 cuts [0, ..., layers]. Default: partition_method."""
 
+    recompute: Union[str, List[int]] = "none"
+    """Layers whose forward runs again in their backward, so that only their inputs are kept: "none", "all", or a list of layer
+    indices."""
+
     data_check: bool = True
     """Before each batch all ranks agree that every data iterator has its micro-batches: data that end raise the same error
     everywhere, before anything is computed. Costs one all-reduce of 8 bytes; false where data never end."""
@@ -94,7 +98,7 @@ class FoldConfig(DeepSpeedConfigModel):
 
     comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
-    waits behind one such at most. Each costs 0.1 to 0.6 ms. With overlap or ZeRO-2; DeepSpeed's wrappers send in their own way."""
+    waits behind one such at most. Each costs 0.1 to 0.6 ms. Where DeepSpeed's wrappers reduce, they send in their own way."""
 
     optimizer_step: str = "validated"
     """"validated": every rank knows the norm of all gradients before anything is stepped. "post_validated": a segment is stepped,
@@ -149,6 +153,15 @@ class FoldConfig(DeepSpeedConfigModel):
     def _known_overlap(cls, value):
         return _one_of(value, ("off", "segment", "layer"))
 
+    @field_validator("recompute")
+    @classmethod
+    def _known_recompute(cls, value):
+        if isinstance(value, str):
+            return _one_of(value, ("none", "all"))
+        if sorted(set(value)) != value or min(value, default=0) < 0:
+            raise ValueError(f"{value} must be ascending layer indices from 0, or \"none\" or \"all\"")
+        return value
+
     @field_validator("optimizer_step")
     @classmethod
     def _known_step(cls, value, info):
@@ -157,9 +170,18 @@ class FoldConfig(DeepSpeedConfigModel):
                              f"of them at the end; set overlap_grad_reduce: \"segment\", or optimizer_step: \"validated\"")
         return value
 
-    def owns_optimizer(self, zero_stage: int) -> bool:
-        """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers."""
+    def recomputed(self, layers: int) -> FrozenSet[int]:
+        """Indices of the layers that ``recompute`` names."""
+        return frozenset(range(layers) if self.recompute == "all" else () if isinstance(self.recompute, str) else self.recompute)
+
+    def needs_own_optimizer(self, zero_stage: int) -> bool:
+        """Whether only ds_fold's sharded optimizer can do what the block says."""
         return self.overlap_grad_reduce != "off" or self.overlap_param_gather or zero_stage == 2
+
+    def owns_optimizer(self, zero_stage: int, half: bool = False) -> bool:
+        """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers, of which there is none with ZeRO-0 in fp32.
+        Not without a ``ds_fold`` block."""
+        return self.needs_own_optimizer(zero_stage) or bool(self.model_fields_set) and (zero_stage == 1 or half)
 
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
@@ -212,6 +234,9 @@ class FoldConfig(DeepSpeedConfigModel):
                 self.orders(P, M)
         except ScheduleError as error:
             raise ConfigError(str(error)) from None
+        if layers is not None and isinstance(self.recompute, list) and self.recompute and self.recompute[-1] >= layers:
+            raise ConfigError(f"{BLOCK}.recompute names layer {self.recompute[-1]}, but there are {layers} layers; use indices in "
+                              f"0..{layers - 1}")
         if layers is not None and layers < self.segments * P:
             raise ConfigError(f"{layers} layers cannot fill {BLOCK}.segments={self.segments} x {P} pipeline ranks = "
                               f"{self.segments * P} chunks; use segments <= {max(1, layers // P)} or fewer pipeline ranks")
@@ -275,6 +300,11 @@ def zero_stage_of(config: Dict[str, Any]) -> int:
     """``zero_optimization.stage``, 0 where the config has none."""
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0
+
+
+def trains_in_half(config: Dict[str, Any]) -> bool:
+    """Whether the config enables fp16 or bf16."""
+    return any((config.get(block) or {}).get("enabled", False) for block in ("fp16", "bf16", "bfloat16"))
 
 
 def _one_of(value: str, allowed) -> str:

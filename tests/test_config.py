@@ -50,6 +50,8 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"overlap_grad_reduce": "layers"}, r"ds_fold\.overlap_grad_reduce: 'layers' is not one of 'off', 'segment', 'layer' \(did"),
     ({"comm_chunk_bytes": 100}, r"ds_fold\.comm_chunk_bytes: .*greater than or equal to 1024, got 100"),
     ({"comm_chunk_bytes": "4MB"}, r"ds_fold\.comm_chunk_bytes: .*got '4MB'"),
+    ({"recompute": "some"}, r"ds_fold\.recompute: 'some' is not one of 'none', 'all'"),
+    ({"recompute": [3, 1]}, r"ds_fold\.recompute: \[3, 1\] must be ascending layer indices"),
     (["aiao"], r"ds_fold must be an object"),
 ])
 def test_wrong_keys_types_and_values_are_one_message(block, message):
@@ -68,6 +70,7 @@ def test_all_wrong_keys_are_named_at_once():
     (dict(schedule="aiao", segments=4), 4, 8, 15, r"15 layers cannot fill .*segments=4 x 4 .*= 16 chunks; use segments <= 3"),
     (dict(schedule="aiao", segments=2, micro_batch_group=3), 4, 8, 8, r"micro_batch_group=3.*4\.\.8"),
     (dict(schedule="1f1b", last_segment="all_forward"), 4, 8, 8, r"last_segment='all_forward' belongs to schedule 'aiao'"),
+    (dict(recompute=[1, 8]), 4, 8, 8, r"recompute names layer 8, but there are 8 layers; use indices in 0\.\.7"),
     (dict(schedule={"file": "gone.csv"}), 2, 4, 8, r"gone\.csv.*cannot be read"),
     (dict(schedule={"file": "gone.csv"}, micro_batch_group=4), 2, 4, 8, r"micro_batch_group has no meaning"),
 ])

@@ -23,7 +23,7 @@ GRID = {
     "precision": ["fp32", "bf16", "bf16_accumulate_fp32", "fp16"],
     "clip": [0.0, 0.5],
     "tied": [False, True],
-    "checkpoint": ["none", "reentrant", "non_reentrant"],
+    "checkpoint": ["none", "reentrant", "non_reentrant", "recompute_all", "recompute_some", "recompute_some_non_reentrant"],
     "head_backward": ["scheduled", "immediate"],
     "receive_ahead": [1, 4],
     "label_transport": [False, True],
@@ -40,10 +40,6 @@ def _possible(case) -> bool:
         return False
     if case["head_backward"] == "immediate" and schedule in ("interleaved_1f1b", "aiao_grouped"):
         return False  # the last rank's order is immediate already, or refused: see test_order
-    if case["precision"] == "bf16_accumulate_fp32" and case["zero"] == 0 and case["overlap"] == "off":
-        return False  # stock has no such optimizer
-    if case["precision"] == "fp16" and case["zero"] == 0 and case["overlap"] == "off":
-        return False  # stock steps at another scale: see test_training
     if case["optimizer_step"] == "post_validated" and case["overlap"] in ("off", "gather"):
         return False  # refused: see test_config
     return True
@@ -70,6 +66,8 @@ def fold_block(case, folder):
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
+    if case["checkpoint"].startswith("recompute"):
+        block["recompute"] = "all" if case["checkpoint"] == "recompute_all" else [0, 3, 4, 6, 10]
     block["schedule"] = "aiao" if schedule.startswith("aiao") else schedule
     if schedule == "aiao_all_forward":
         block["last_segment"] = "all_forward"
@@ -82,10 +80,10 @@ def run_case(case, folder):
     """On every rank: ((difference to stock, largest weight), our losses, stock's losses, the same against one process)."""
     P, D = case["layout"]
     dtype = case["precision"].split("_")[0]
-    options = dict(dtype=dtype, clip=case["clip"], checkpoint=0 if case["checkpoint"] == "none" else 2,
+    options = dict(dtype=dtype, clip=case["clip"], checkpoint=2 if case["checkpoint"] in ("reentrant", "non_reentrant") else 0,
                    accumulate="fp32" if case["precision"].endswith("fp32") and dtype == "bf16" else None)
-    if case["checkpoint"] == "non_reentrant":
-        options["pipeline"] = {"activation_checkpoint_interval": 2, "use_reentrant": False}
+    if case["checkpoint"].endswith("non_reentrant"):
+        options["pipeline"] = {"activation_checkpoint_interval": options["checkpoint"], "use_reentrant": False}
     # stock clips by the norm of the first pipeline rank alone with ZeRO-0 in fp32, does not scale fp16 losses with ZeRO-0, has no
     # fp32 accumulation with it, and no ZeRO-2 for pipelines
     stock_zero = 1 if case["clip"] and dtype == "fp32" or case["zero"] == 2 or case["precision"] in (

@@ -165,8 +165,8 @@ class PipelineEngineBase(_StockEngine):
         """The iterable that ``training_data=`` becomes."""
         raise NotImplementedError
 
-    def owns_optimizer(self) -> bool:
-        """Whether :meth:`make_optimizer` replaces DeepSpeed's optimizer wrappers."""
+    def owns_optimizer(self, optimizer, half: bool) -> bool:
+        """Whether :meth:`make_optimizer` replaces DeepSpeed's wrappers of the user's ``optimizer``. ``half``: fp16 or bf16."""
         raise NotImplementedError
 
     def make_optimizer(self, optimizer, **options):
@@ -182,15 +182,18 @@ class PipelineEngineBase(_StockEngine):
     def _exec_schedule(self, pipe_schedule):
         self.run_schedule(pipe_schedule)
 
+    def _replaces_wrapper_of(self, optimizer) -> bool:
+        return self.owns_optimizer(optimizer, self.get_data_types()[0] != torch.float32)
+
     def _do_optimizer_sanity_check(self, basic_optimizer):
-        if not self.owns_optimizer():
+        if not self._replaces_wrapper_of(basic_optimizer):
             return super()._do_optimizer_sanity_check(basic_optimizer)
         if self.fold_zero_stage > 0:
             super()._do_optimizer_sanity_check(basic_optimizer)
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer):
-        if not self.owns_optimizer():
+        if not self._replaces_wrapper_of(optimizer):
             return super()._configure_zero_optimizer(optimizer)
         dtype, accumulate_dtype = self.get_data_types()
         grid = self.module.grid

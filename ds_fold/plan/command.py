@@ -34,17 +34,18 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the table. Raises ConfigError, ScheduleError or PlanError."""
-    from ..config import fold_config, load_config, micro_batches_of, zero_stage_of  # slow: loads DeepSpeed
+    from ..config import fold_config, load_config, micro_batches_of, trains_in_half, zero_stage_of  # slow: loads DeepSpeed
     config = load_config(args.config)
     fold, zero = fold_config(config), zero_stage_of(config)
     cluster, profile = Cluster.load(args.cluster), _profile(args)
     P, D, M = args.pp, args.dp, args.micro_batches or micro_batches_of(config, args.dp)
     fold.check(P, M, len(profile.layers))
-    costs = profile.costs(_cuts(fold, profile, P), P, range(len(profile.layers)) if args.recompute else ())
+    n = len(profile.layers)
+    costs = profile.costs(_cuts(fold, profile, P), P, range(n) if args.recompute else fold.recomputed(n))
     program = fold.train_program(P, M, zero)
-    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not fold.owns_optimizer(zero),
-               "by_layer": fold.overlap_grad_reduce == "layer",
-               "states": States.of_config(config, zero, D, fold.owns_optimizer(zero))}
+    own = fold.owns_optimizer(zero, trains_in_half(config))
+    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not own,
+               "by_layer": fold.overlap_grad_reduce == "layer", "states": States.of_config(config, zero, D, own)}
     result = simulate(program, costs, cluster, **options)
     alone = simulate(program, costs, cluster, **options, data_parallel=False) if D > 1 else result
     title = f"{fold.schedule if fold.preset else fold.schedule.file}, P={P} v={fold.segments} M={M} D={D} ZeRO-{zero}"

@@ -5,8 +5,8 @@ front of a send and no gradient behind an activation. A message is a tensor or a
 
     sender                                receiver
     send(edge, tensors)                   post(edge)            receives are posted ahead, in the order of the sends
-      [header]  -- first time on an edge --> irecv(header)      or every time with dynamic shapes
-      tensor 0  ---------------------------> irecv(into the tensor that will be used)
+      [header]  -- first time on an edge --> recv(header)       or every time with dynamic shapes
+      tensor 0  ---------------------------> recv(into the tensor  that will be used)
       tensor 1  ---------------------------> ...
     wait_send()                           wait_receive() -> tensors
 """
@@ -23,6 +23,9 @@ Message = Union[torch.Tensor, Tuple[torch.Tensor, ...]]
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
            torch.uint8, torch.bool, torch.complex64, torch.complex128)
+#: what every backend moves as it is
+_NATIVE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
+                     torch.uint8))
 _HEADER_SIZE = 512  # int64 words: enough for about 80 tensors of 4 dimensions
 
 
@@ -54,6 +57,13 @@ class MessageSpec(NamedTuple):
     def of(cls, message: Message) -> "MessageSpec":
         tensors = message if isinstance(message, tuple) else (message, )
         return cls(isinstance(message, tuple), tuple(TensorSpec(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors))
+
+    def fits(self, message: Message) -> bool:
+        """The same as ``self == MessageSpec.of(message)``, quicker: asked of every message."""
+        tensors = message if isinstance(message, tuple) else (message, )
+        return self.is_tuple == isinstance(message, tuple) and len(tensors) == len(self.tensors) and all(
+            t.shape == spec.shape and t.dtype == spec.dtype and t.requires_grad == spec.requires_grad
+            for t, spec in zip(tensors, self.tensors))
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +101,10 @@ class ShapeChangedError(RuntimeError):
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, flat: every dtype travels alike on every backend. Shares memory with a contiguous tensor."""
+    """What is sent: the tensor, or its bytes where it is not contiguous or a backend might not know its dtype. Shares memory with a
+    contiguous tensor."""
+    if tensor.dtype in _NATIVE and tensor.is_contiguous():
+        return tensor
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -119,7 +132,9 @@ class Channel:
     """
 
     def __init__(self, group, peer: int, device: torch.device, dynamic_shape: bool = False, with_header: bool = True):
-        self.group, self.peer, self.device = group, peer, device
+        self.group, self.device = group, device
+        # the group's own calls: torch's functions around them cost as much again, twice for each message
+        self._peer = dist.get_group_rank(group, peer)
         self.dynamic_shape, self.with_header = dynamic_shape, with_header
         self.specs: Dict[str, MessageSpec] = {}  # the form of the messages on each edge, once known
         self._sending: Deque[Tuple[list, list]] = deque()
@@ -160,17 +175,18 @@ class Channel:
         """
         buffers = []
         if self.with_header:
-            spec = MessageSpec.of(message)
             known = None if self.dynamic_shape else self.specs.get(edge)
             if known is None:
+                spec = MessageSpec.of(message)
                 buffers.append(_wire(spec.encode(edge).to(self.device)))
                 self.specs[edge] = spec
-            elif known != spec:
-                raise ShapeChangedError(f"{edge} sends {spec}, but its first message was {known}. Pass dynamic_shape=True to "
-                                        f"PipelineModule, or call engine.reset_activation_shape() on all ranks before the change")
+            elif not known.fits(message):
+                raise ShapeChangedError(f"{edge} sends {MessageSpec.of(message)}, but its first message was {known}. Pass "
+                                        f"dynamic_shape=True to PipelineModule, or call engine.reset_activation_shape() on all "
+                                        f"ranks before the change")
         tensors = message if isinstance(message, tuple) else (message, )
         buffers += [_wire(t.detach()) for t in tensors if t.numel()]
-        works = [dist.isend(buffer, self.peer, group=self.group) for buffer in buffers]
+        works = [self.group.send([buffer], self._peer, 0) for buffer in buffers]
         self._sending.append((works, buffers))
 
     def wait_send(self) -> None:
@@ -224,9 +240,9 @@ class Channel:
             if receive.spec is None:
                 if self.with_header and receive.header is None:
                     header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
-                    receive.header = (header, dist.irecv(_wire(header), self.peer, group=self.group))
+                    receive.header = (header, self.group.recv([_wire(header)], self._peer, 0))
                 return
             if not receive.started:
                 receive.started = True
                 receive.tensors = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in receive.spec.tensors)
-                receive.works = [dist.irecv(_wire(t), self.peer, group=self.group) for t in receive.tensors if t.numel()]
+                receive.works = [self.group.recv([_wire(t)], self._peer, 0) for t in receive.tensors if t.numel()]

@@ -42,11 +42,12 @@ class PipelineEngine(compat.PipelineEngineBase):
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
-        if (self.fold.segments, self.fold.partition) != (self.module.fold.segments, self.module.fold.partition):
-            raise ConfigError(f"the module was built for ds_fold.segments={self.module.fold.segments}, partition="
-                              f"{self.module.fold.partition}, but the engine's config says segments={self.fold.segments}, "
-                              f"partition={self.fold.partition}; pass the same config to PipelineModule(config=...) and "
-                              f"initialize()")
+        for key in ("segments", "partition", "recompute"):
+            mine, others = getattr(self.fold, key), getattr(self.module.fold, key)
+            if mine != others:
+                raise ConfigError(f"the module was built for ds_fold.{key}={others}, but the engine's config says {key}={mine}; "
+                                  f"pass the same config to PipelineModule(config=...) and initialize()")
+        self.module.check_recompute(self.module.activation_checkpoint_interval)
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
         self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
@@ -161,13 +162,29 @@ class PipelineEngine(compat.PipelineEngineBase):
         if self._slots:
             raise RuntimeError(f"slots left after the batch: {sorted(self._slots)}")
 
-    def owns_optimizer(self) -> bool:
-        return self.fold.owns_optimizer(self.fold_zero_stage)
+    def owns_optimizer(self, optimizer, half: bool) -> bool:
+        if self._why_no_shards(optimizer) and not self.fold.needs_own_optimizer(self.fold_zero_stage):
+            return False
+        return self.fold.owns_optimizer(self.fold_zero_stage, half)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether ds_fold's sharded optimizer steps, and not one of DeepSpeed's wrappers."""
+        return self._sharded is not None
+
+    def _why_no_shards(self, optimizer) -> Optional[str]:
+        """Why the sharded optimizer cannot step with the user's; None if it can."""
+        if any(word in type(optimizer).__name__.lower() for word in ("lamb", "lars", "muon")):
+            return f"optimizer {type(optimizer).__name__} needs whole matrices"
+        if self.zero_use_cpu_optimizer():
+            return "zero_optimization.offload_optimizer moves the optimizer away from the gradients"
+        return None
 
     def make_optimizer(self, optimizer, **options):
-        if any(word in type(optimizer).__name__.lower() for word in ("lamb", "lars", "muon")):
-            raise ConfigError(f"optimizer {type(optimizer).__name__} needs whole matrices, but overlap and ZeRO-2 step shards: "
-                              f"use one that works element by element, or ds_fold.overlap_grad_reduce: \"off\", "
+        reason = self._why_no_shards(optimizer)
+        if reason:
+            raise ConfigError(f"{reason}, but overlap and ZeRO-2 step shards of flat buckets in place: use an optimizer that works "
+                              f"element by element, without offload, or ds_fold.overlap_grad_reduce: \"off\", "
                               f"overlap_param_gather: false and ZeRO 0 or 1")
         reason = why_not_in_pieces(optimizer) if self.fold.optimizer_step == "post_validated" else None
         if reason:

@@ -1,7 +1,7 @@
 """The folded ``PipelineModule``: every pipeline rank holds one chunk of each segment."""
 
 from functools import partial
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from deepspeed.runtime import utils as ds_utils
@@ -44,6 +44,10 @@ class PipelineModule(compat.PipelineModuleBase):
         # torch.nn.Module is not initialised yet: what placement reads is set past it
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
+        #: global indices of the layers that are recomputed
+        object.__setattr__(self, "recomputed", frozenset())
+        interval = (ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0
+        self.check_recompute(max(interval, kwargs.get("activation_checkpoint_interval") or 0))
         super().__init__(layers, num_stages, topology, *args, **kwargs)
         #: called before anything outside of a batch reads or sets parameters; an engine waits here for those that are in flight
         self.before_read = None
@@ -59,6 +63,12 @@ class PipelineModule(compat.PipelineModuleBase):
             self.placeholder = torch.nn.Parameter(torch.zeros(1, device=compat.current_device()))
             self.placeholder.ds_pipe_replicated = True  # not part of the model's norm
         return self.placeholder
+
+    def check_recompute(self, interval: int) -> None:
+        """Refuse to recompute both every ``interval`` layers and those that ``recompute`` names. Raises ConfigError."""
+        if interval > 0 and self.fold.recompute != "none":
+            raise ConfigError(f"ds_fold.recompute={self.fold.recompute!r} names the layers that are recomputed, but so does "
+                              f"activation_checkpoint_interval={interval}; remove one of them")
 
     # placement ------------------------------------------------------------------------------------------------------------
 
@@ -76,6 +86,7 @@ class PipelineModule(compat.PipelineModuleBase):
             cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
         except PartitionError as error:
             raise ConfigError(str(error)) from None
+        self.recomputed = self.fold.recomputed(len(self.layer_specs))
         if self.global_rank == 0:
             for s in range(chunks):
                 names = ", ".join(layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
@@ -163,14 +174,12 @@ class PipelineModule(compat.PipelineModuleBase):
     def _run_chunk(self, x, segment: int, micro_batch: int):
         first, last = self.segment_ranges[segment]
         seed_offset = self.micro_offset + micro_batch + 2  # DeepSpeed's numbering: its first micro-batch has 2
-        interval = self.activation_checkpoint_interval
-        if interval == 0:
+        if self.activation_checkpoint_interval == 0 and not self.recomputed:
             return self._run_layers(first, last, seed_offset, x)
-        for start in range(first, last, interval):
-            stop = min(start + interval, last)
+        for start, stop, recompute in self._blocks(first, last):
             run = partial(self._run_layers, start, stop, seed_offset)
             inputs = x if isinstance(x, tuple) else (x, )
-            if not self.is_checkpointable(self.forward_funcs[start:stop]):
+            if not recompute:
                 x = run(*inputs)
             elif compat.is_reentrant(self.activation_checkpoint_func) and not any(t.requires_grad for t in inputs):
                 # a reentrant checkpoint would cut the graph here and leave this block without gradients
@@ -178,6 +187,24 @@ class PipelineModule(compat.PipelineModuleBase):
             else:
                 x = self.activation_checkpoint_func(run, *inputs)
         return x
+
+    def _blocks(self, first: int, last: int) -> Iterator[Tuple[int, int, bool]]:
+        """Ranges of forward_funcs in [first, last), and whether each is recomputed as one."""
+        interval = self.activation_checkpoint_interval
+        if interval > 0:
+            for start in range(first, last, interval):
+                stop = min(start + interval, last)
+                yield start, stop, self.is_checkpointable(self.forward_funcs[start:stop])
+            return
+        start = first
+        for local in range(first, last):
+            if self.global_layer_indices[local] in self.recomputed:
+                if start < local:
+                    yield start, local, False
+                yield local, local + 1, True
+                start = local + 1
+        if start < last:
+            yield start, last, False
 
     def _run_layers(self, start: int, stop: int, seed_offset: int, *inputs):
         x = inputs[0] if len(inputs) == 1 else inputs

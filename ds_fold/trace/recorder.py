@@ -118,7 +118,7 @@ class Recorder:
         self._steps = []
         trace = RankTrace(run=self._run, title=engine.describe_run(), P=program.P, D=engine.dp_world_size, v=program.v, M=program.M,
                           rank=engine.global_rank, clock_offset=self._offset, ended=time.time(),
-                          blocking_reduce=not engine.owns_optimizer(), bytes=engine.transfer_bytes(),
+                          blocking_reduce=not engine.shards_optimizer, bytes=engine.transfer_bytes(),
                           actions=program.ranks[engine.stage_id], steps=steps, samples_per_step=engine.train_batch_size(),
                           peak_bytes=self._peak_bytes)
         try:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import TORCH_DTYPE, Block, build, data, ds_config, make_layers, seed_cpu, whole_model
 from pool import RankError, RankPool
+from torch import nn
 
 OVERLAP = {"overlap_grad_reduce": "segment", "overlap_param_gather": True}
 FOLDS = [{"schedule": "aiao", "segments": 2}, {"schedule": "interleaved_1f1b", "segments": 2}, {"schedule": "1f1b"}]
@@ -156,6 +157,27 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused():
 
     with pytest.raises(RankError, match="ConfigError: optimizer Lamb needs whole matrices"):
         RankPool.of(1).run(job)
+
+
+@pytest.mark.parametrize("zero, dtype", [(1, "fp32"), (0, "bf16")])
+def test_without_overlap_such_an_optimizer_keeps_deepspeeds_wrapper(zero, dtype):
+    """And trains the same: what it is called decides who holds the shards, not what it computes."""
+    class Lamb(torch.optim.SGD):
+        pass
+
+    def job(kind, zero, dtype):
+        import ds_fold
+        config = ds_config(4, zero, dtype, fold={"schedule": "aiao", "segments": 2}, zero_allow_untested_optimizer=True)
+        del config["optimizer"]
+        net = ds_fold.PipelineModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), config=config, partition_method="uniform",
+                                     seed_layers=True)
+        engine, *_ = ds_fold.initialize(model=net, config=config, optimizer=kind(net.parameters(), lr=0.1))
+        batches = data(0, dtype)
+        return engine.shards_optimizer, [float(engine.train_batch(batches)) for _ in range(3)]
+
+    wrapped, sharded = (RankPool.of(2).run(job, kind, zero, dtype)[0] for kind in (Lamb, torch.optim.SGD))
+    assert (wrapped[0], sharded[0]) == (False, True)
+    assert wrapped[1] == sharded[1] and wrapped[1][2] < wrapped[1][0]
 
 
 def test_zero_3_is_refused():

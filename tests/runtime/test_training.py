@@ -249,6 +249,33 @@ def test_an_embedding_of_integers_first_gets_its_gradient_when_checkpointed(inte
         assert largest_difference(RankPool.of(P).run(job, P, fold, pipeline)[0], plain)[0] == 0
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fold", [AIAO, {"schedule": "1f1b"}], ids=["aiao", "1f1b"])
+def test_recomputed_layers_repeat_their_dropout_and_keep_only_their_inputs(fold, reentrant):
+    """Without seeds of their own: masks come from the global random state, which each recomputation restores."""
+    def job(fold):
+        layers = [LayerSpec(nn.Embedding, 10, HIDDEN), *(LayerSpec(Dropped) for _ in range(7))]
+        engine = build(False, ds_config(4, fold=fold, pipeline={"use_reentrant": reentrant}), 2, 8, layers=layers)
+        engine.module.seed_layers = False
+        torch.manual_seed(3)
+        forwards = [0] * 8
+        for local, index in enumerate(engine.module.global_layer_indices):
+            def count(*_, index=index):
+                forwards[index] += 1
+            engine.module.forward_funcs[local].register_forward_pre_hook(count)
+        items, masks = [(t, torch.ones(2, HIDDEN)) for t in torch.arange(8).view(4, 2)], []
+        for _ in range(3):
+            masks.append(float(engine.train_batch(iter(items))))
+        return whole_model(engine.module), masks, forwards
+
+    plain = RankPool.of(2).run(job, fold)
+    some = RankPool.of(2).run(job, {**fold, "recompute": [0, 2, 5, 7]})
+    assert some[0][1] == plain[0][1] and largest_difference(some[0][0], plain[0][0])[0] == 0
+    assert [sum(counts) for counts in zip(*(result[2] for result in some))] == [24, 12, 24, 12, 12, 24, 12, 24]
+    with pytest.raises(AssertionError, match="names the layers that are recomputed, but so does activation_checkpoint_interval=2"):
+        RankPool.of(2).run(lambda: build(False, ds_config(4, checkpoint=2, fold={**fold, "recompute": "all"}), 2, 8))
+
+
 # precision ----------------------------------------------------------------------------------------------------------------
 
 
