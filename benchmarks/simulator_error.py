@@ -63,10 +63,10 @@ def main() -> None:
             print(f"\n**{name}**: overhead {1000 * overhead:.2f} ms, fitted\n\n"
                   "| | measured ms | predicted ms | error | no overhead |\n|---|---|---|---|---|")
             for row in measured["rows"]:
-                if "bf16" in row["name"] or step_s(measured, row["name"], 0.0, True) is None:
+                bare = step_s(measured, row["name"], 0.0, True)
+                if bare is None or "bf16" in row["name"]:
                     continue
                 real, predicted = row["step_s"][0], step_s(measured, row["name"], overhead, True)
-                bare = step_s(measured, row["name"], 0.0, True)
                 errors.append(predicted / real - 1)
                 pairs.append((row["name"], real, predicted))
                 print(f"| {row['name']} | {1000 * real:.0f} | {1000 * predicted:.0f} | {100 * errors[-1]:+.1f} % | "

@@ -105,7 +105,8 @@ class FoldConfig(DeepSpeedConfigModel):
     and its gather launched, as soon as the next one's reduction is; at the end of the batch the norm is checked, and where
     gradients overflowed or must be clipped the steps are taken back and made anew: the numbers are the same. Costs a copy of the
     master weights and optimizer state (12 bytes a parameter with Adam, sharded) of all segments but one, from their step to the
-    end of the batch, and pays where clipping is rare. Needs overlap_grad_reduce and more than one segment to change anything."""
+    end of the batch. Gains where clipping is rare and the wire idles within the backward, else costs: see docs/benchmarks.md. Needs
+    overlap_grad_reduce and more than one segment to change anything."""
 
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
@@ -300,11 +301,6 @@ def zero_stage_of(config: Dict[str, Any]) -> int:
     """``zero_optimization.stage``, 0 where the config has none."""
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0
-
-
-def trains_in_half(config: Dict[str, Any]) -> bool:
-    """Whether the config enables fp16 or bf16."""
-    return any((config.get(block) or {}).get("enabled", False) for block in ("fp16", "bf16", "bfloat16"))
 
 
 def _one_of(value: str, allowed) -> str:

@@ -4,6 +4,7 @@ The two base classes translate between DeepSpeed's internal methods and the publ
 implements. Facts about the internals are for DeepSpeed 0.19.x.
 """
 
+import time
 from contextlib import contextmanager
 from typing import List, Tuple
 
@@ -334,9 +335,10 @@ def device_memory_bytes() -> int:
     return get_accelerator().total_memory()
 
 
-def synchronize_device() -> None:
-    """Wait until the accelerator has done what it was given."""
+def synchronized_time() -> float:
+    """The host's clock, in s, once the accelerator has done what it was given."""
     get_accelerator().synchronize()
+    return time.perf_counter()
 
 
 def seed_device(seed: int) -> None:
@@ -372,5 +374,5 @@ def reset_checkpoint_buffers() -> None:
 __all__ = [
     "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device",
     "device_memory_bytes", "engine_class", "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers",
-    "seed_device", "stock_schedule", "synchronize_device"
+    "seed_device", "stock_schedule", "synchronized_time"
 ]

@@ -5,7 +5,7 @@ from typing import List
 
 from ..partition import PartitionError, cut_layers
 from .costs import Cluster, PlanError, Profile
-from .memory import States, describe_efficiency
+from .memory import States, describe_efficiency, half_precision
 from .result import Result
 from .simulate import simulate
 
@@ -34,7 +34,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the table. Raises ConfigError, ScheduleError or PlanError."""
-    from ..config import fold_config, load_config, micro_batches_of, trains_in_half, zero_stage_of  # slow: loads DeepSpeed
+    from ..config import fold_config, load_config, micro_batches_of, zero_stage_of  # slow: loads DeepSpeed
     config = load_config(args.config)
     fold, zero = fold_config(config), zero_stage_of(config)
     cluster, profile = Cluster.load(args.cluster), _profile(args)
@@ -43,7 +43,7 @@ def run(args) -> int:
     n = len(profile.layers)
     costs = profile.costs(_cuts(fold, profile, P), P, range(n) if args.recompute else fold.recomputed(n))
     program = fold.train_program(P, M, zero)
-    own = fold.owns_optimizer(zero, trains_in_half(config))
+    own = fold.owns_optimizer(zero, half_precision(config) is not None)
     options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not own,
                "by_layer": fold.overlap_grad_reduce == "layer", "states": States.of_config(config, zero, D, own)}
     result = simulate(program, costs, cluster, **options)

@@ -68,7 +68,7 @@ class States(NamedTuple):
             D: replicas.
             owned: by ds_fold's sharded optimizer, see :meth:`ds_fold.config.FoldConfig.owns_optimizer`.
         """
-        half = next((key for key in ("bf16", "bfloat16", "fp16") if (config.get(key) or {}).get("enabled")), None)
+        half = half_precision(config)
         b = 2 if half else 4
         a = _ITEMSIZE.get(str((config.get("data_types") or {}).get("grad_accum_dtype")).lower(), b)
         w = _ITEMSIZE.get(str(config.get("communication_data_type")).lower(), b)
@@ -89,6 +89,11 @@ class States(NamedTuple):
             reduced = 0
         return cls(a / b, (master + state) / parts / b, reducing / b, reduced / b, (4 + state) / parts / b,
                    "reduction" if zero_stage == 2 else "always")
+
+
+def half_precision(config: Dict[str, Any]) -> Optional[str]:
+    """The key of the ds_config that enables fp16 or bf16; None in fp32."""
+    return next((key for key in ("bf16", "bfloat16", "fp16") if (config.get(key) or {}).get("enabled")), None)
 
 
 def _states_per_parameter(optimizer: Dict[str, Any]) -> int:

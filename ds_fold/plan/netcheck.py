@@ -10,7 +10,6 @@ Latency is half of a round trip of 4 bytes, the rate what a large message adds t
 
 import socket
 import statistics
-import time
 from typing import List, NamedTuple, Optional, Tuple
 
 import torch
@@ -122,13 +121,13 @@ def _one_way_s(ball: torch.Tensor, peer: int, starts: bool, rounds: int) -> floa
     caught, trips = torch.empty_like(ball), []
     for _ in range(rounds + 1):
         receive = dist.irecv(caught, peer)
-        start = _now()
+        start = compat.synchronized_time()
         if starts:
             dist.send(ball, peer)
         receive.wait()
         if not starts:
             dist.send(ball, peer)
-        trips.append(_now() - start)
+        trips.append(compat.synchronized_time() - start)
     return statistics.median(trips[1:]) / 2
 
 
@@ -139,10 +138,10 @@ def _exchange_s(size: int, device: torch.device) -> float:
     times = []
     for _ in range(TRIPS + 1):
         dist.barrier()
-        start = _now()
+        start = compat.synchronized_time()
         replicas.reduce_scatter(flat).wait()
         replicas.all_gather(flat).wait()
-        times.append(_now() - start)
+        times.append(compat.synchronized_time() - start)
     replicas.destroy()
     result = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
     dist.all_reduce(result, dist.ReduceOp.MAX)
@@ -160,11 +159,6 @@ def _median(pairs: List[Pair]) -> Optional[Link]:
         return None
     return Link(bytes_per_s=statistics.median(pair.bytes_per_s for pair in pairs),
                 latency_s=statistics.median(pair.latency_s for pair in pairs))
-
-
-def _now() -> float:
-    compat.synchronize_device()
-    return time.perf_counter()
 
 
 __all__ = ["Exchange", "Network", "Pair", "measure"]

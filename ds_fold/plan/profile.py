@@ -6,7 +6,6 @@ A layer is built, timed on what the layer before it returned, and dropped, so th
 
 import copy
 import statistics
-import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
@@ -216,21 +215,16 @@ class _Run:
         forward, backward = [], []
         for _ in range(self.warm_up + self.repeats):
             inputs = self._inputs(x, form)
-            start = self._now()
+            start = compat.synchronized_time()
             output = self._forward(function, inputs)
-            forward.append(self._now() - start)
+            forward.append(compat.synchronized_time() - start)
             roots = [t for t in _tensors(output) if torch.is_tensor(t) and t.requires_grad]
             gradients = [torch.ones_like(t) for t in roots]
-            start = self._now()
+            start = compat.synchronized_time()
             if roots:
                 torch.autograd.backward(roots, gradients)
-            backward.append(self._now() - start if roots else 0.0)
+            backward.append(compat.synchronized_time() - start if roots else 0.0)
         return statistics.median(forward[self.warm_up:]), statistics.median(backward[self.warm_up:])
-
-    @staticmethod
-    def _now() -> float:
-        compat.synchronize_device()
-        return time.perf_counter()
 
 
 def _same(a, b) -> bool:

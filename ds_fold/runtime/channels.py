@@ -6,7 +6,7 @@ front of a send and no gradient behind an activation. A message is a tensor or a
     sender                                receiver
     send(edge, tensors)                   post(edge)            receives are posted ahead, in the order of the sends
       [header]  -- first time on an edge --> recv(header)       or every time with dynamic shapes
-      tensor 0  ---------------------------> recv(into the tensor  that will be used)
+      tensor 0  ---------------------------> recv(into the tensor that will be used)
       tensor 1  ---------------------------> ...
     wait_send()                           wait_receive() -> tensors
 """

@@ -45,7 +45,7 @@ class PipelineModule(compat.PipelineModuleBase):
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
         #: global indices of the layers that are recomputed
-        object.__setattr__(self, "recomputed", frozenset())
+        object.__setattr__(self, "recomputed", fold.recomputed(len(layers)))
         interval = (ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0
         self.check_recompute(max(interval, kwargs.get("activation_checkpoint_interval") or 0))
         super().__init__(layers, num_stages, topology, *args, **kwargs)
@@ -86,7 +86,6 @@ class PipelineModule(compat.PipelineModuleBase):
             cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
         except PartitionError as error:
             raise ConfigError(str(error)) from None
-        self.recomputed = self.fold.recomputed(len(self.layer_specs))
         if self.global_rank == 0:
             for s in range(chunks):
                 names = ", ".join(layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])

@@ -6,10 +6,10 @@ from models import TORCH_DTYPE, Block, build, ds_config
 from pool import RankPool
 from torch import nn
 
-from ds_fold.config import fold_config, trains_in_half
+from ds_fold.config import fold_config
 from ds_fold.partition import partition_uniform
 from ds_fold.plan import Cluster, Link, simulate
-from ds_fold.plan.memory import States
+from ds_fold.plan.memory import States, half_precision
 
 HIDDEN, INNER, LAYERS = 64, 160, 8
 BATCH, SMALL_BATCH = 48, 2  # activations weigh as much as states; hardly anything
@@ -54,7 +54,7 @@ def predicted(config, P, D, profile):
     fold, zero, M = fold_config(config), config["zero_optimization"]["stage"], config["gradient_accumulation_steps"]
     recompute = range(LAYERS) if config["pipeline"]["activation_checkpoint_interval"] else ()
     costs = profile.costs(partition_uniform(LAYERS, fold.segments * P), P, recompute)
-    owned = fold.owns_optimizer(zero, trains_in_half(config))
+    owned = fold.owns_optimizer(zero, half_precision(config) is not None)
     states = States.of_config(config, zero, D, owned)
     cluster = Cluster(hosts=8, inter_host=Link(gbit_per_s=10))
     result = simulate(fold.train_program(P, M, zero), costs, cluster, D=D, zero_stage=zero, states=states,
