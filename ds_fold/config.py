@@ -92,6 +92,11 @@ class FoldConfig(DeepSpeedConfigModel):
     too, bucket by bucket, a bucket being a layer in segment 0 and elsewhere the segment, both cut to
     ``zero_optimization.reduce_bucket_size`` elements; "off": all after the last backward. The numbers are the same."""
 
+    align_grad_reduce: bool = False
+    """All pipeline ranks launch a segment's reduction at the same point of the schedule: rank r waits for r more of its backwards,
+    or for its last one. On a shared network reductions then slow all ranks alike, not one after the other. Needs
+    overlap_grad_reduce "segment"."""
+
     overlap_param_gather: bool = False
     """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
     first use. What reads parameters through the engine or the module's named_parameters() and state_dict() waits for them."""
@@ -163,6 +168,16 @@ class FoldConfig(DeepSpeedConfigModel):
             raise ValueError(f"{value} must be ascending layer indices from 0, or \"none\" or \"all\"")
         return value
 
+    @field_validator("align_grad_reduce")
+    @classmethod
+    def _can_align(cls, value, info):
+        reduce = info.data.get("overlap_grad_reduce", "segment")
+        if value and reduce != "segment":
+            why = "launches within a segment's last backward" if reduce == "layer" else "reduces all at the end"
+            raise ValueError(f"true launches reductions of whole segments together on all pipeline ranks, but overlap_grad_reduce="
+                             f"{reduce!r} {why}; set overlap_grad_reduce: \"segment\", or align_grad_reduce: false")
+        return value
+
     @field_validator("optimizer_step")
     @classmethod
     def _known_step(cls, value, info):
@@ -187,7 +202,7 @@ class FoldConfig(DeepSpeedConfigModel):
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
         return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
-                       1 if zero_stage == 2 else None, self.optimizer_step == "post_validated")
+                       1 if zero_stage == 2 else None, self.optimizer_step == "post_validated", self.align_grad_reduce)
 
     @property
     def preset(self) -> Optional[str]:

@@ -52,6 +52,7 @@ def draw(seed: int) -> Case:
     if r.random() < 0.2:
         fold["head_backward"] = "immediate"
     fold["overlap_grad_reduce"] = r.choice(["off", "segment", "layer"])
+    fold["align_grad_reduce"] = fold["overlap_grad_reduce"] == "segment" and r.random() < 0.3
     fold["overlap_param_gather"] = r.random() < 0.5
     config = {"zero": r.randint(0, 2), "clip": r.choice([0.0, 0.5])}
     if r.random() < 0.3:

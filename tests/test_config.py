@@ -45,6 +45,8 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"micro_batch_group": -1}, r"ds_fold\.micro_batch_group: .*got -1"),
     ({"optimizer_step": "early"}, r"ds_fold\.optimizer_step: 'early' is not one of 'validated', 'post_validated'"),
     ({"optimizer_step": "post_validated"}, r"ds_fold\.optimizer_step: .*overlap_grad_reduce='off' reduces all.*\"segment\", or"),
+    ({"align_grad_reduce": True}, r"ds_fold\.align_grad_reduce: .*overlap_grad_reduce='off' reduces all at the end; set"),
+    ({"align_grad_reduce": True, "overlap_grad_reduce": "layer"}, r"ds_fold\.align_grad_reduce: .*'layer' launches within"),
     ({"partition": [0, "x"]}, r"ds_fold\.partition\.1: .*got 'x'"),
     ({"receive_ahead": 0}, r"ds_fold\.receive_ahead: .*got 0"),
     ({"overlap_grad_reduce": "layers"}, r"ds_fold\.overlap_grad_reduce: 'layers' is not one of 'off', 'segment', 'layer' \(did"),

@@ -14,11 +14,12 @@ step made of them may be waited for as late as the segment's first forward in th
     off                 ... B B B  RT R1 R0 WR1 WR0 STEP G0 G1 WG0 WG1
     overlapped   WG0 F F F  WG1 F F F  B B B R1  B B B R0  RT WR1 WR0 STEP G0 G1
     early step   WG0 F F F  WG1 F F F  B B B R1  B B B R0 WR1 S1 G1  RT WR0 STEP G0
+    aligned, r=1 WG0 F F F  WG1 F F F  B B B B R1  B B R0  RT WR1 WR0 STEP G0 G1
 
 ``Rk`` is where the launch is complete: by layer, most of it happened within the B before, where a program cannot look.
 """
 
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Tuple
 
 from .actions import (
     GATHER,
@@ -57,11 +58,15 @@ class Overlap(NamedTuple):
         in_flight: with ``reduce``, most segments whose reduction is launched and not waited for when another segment's backward
             begins (None: any number). Under AIAO this bounds the full gradients that exist to one segment more.
         early_step: with ``reduce``, step a segment and launch its gather once the next segment's reduction is launched.
+        align: with ``reduce``, pipeline rank r holds a launch back for r more of its backwards. A folded backward reaches rank 0
+            P-1 backwards after rank P-1, so that all ranks launch together; what is held when backwards end, or when ``in_flight``
+            has no room for it, is launched there. The idea is Megatron-Core's ``align_grad_reduce``.
     """
     reduce: bool = False
     gather: bool = False
     in_flight: Optional[int] = None
     early_step: bool = False
+    align: bool = False
 
 
 NO_OVERLAP = Overlap()
@@ -114,6 +119,7 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     grads_waited = forwards_received = 0
     tail_sends: List[Action] = []  # forward-only: sends of the last segment, waited for through a window
     backwards, forwards_begun, reducing = [0] * v, set(), []
+    held: List[Tuple[int, int]] = []  # segments whose reduction is to be launched, and after how many backwards
     reduced: List[int] = []  # segments in the order in which their reductions are launched
     gathered = set()  # segments that were stepped early
 
@@ -129,6 +135,16 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
             a = grad_sends[grads_waited]
             emit(table[WAIT_SEND_GRAD][a.segment][a.micro_batch])
             grads_waited += 1
+
+    def launch_held() -> None:
+        k, _ = held.pop(0)
+        emit(Action(REDUCE, k))
+        while overlap.early_step and reducing:
+            early = reducing.pop(0)
+            program.extend((Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early), Action(GATHER, early)))
+            gathered.add(early)
+        reduced.append(k)
+        reducing.append(k)
 
     for a in order:
         op, k, m = a
@@ -159,7 +175,9 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                         emit(tail_sends.pop(0))
         else:
             if overlap.in_flight is not None and backwards[k] == 0:
-                while len(reducing) > overlap.in_flight:
+                while len(held) > overlap.in_flight:
+                    launch_held()
+                while reducing and len(reducing) + len(held) > overlap.in_flight:
                     emit(Action(WAIT_REDUCE, reducing.pop(0)))
             if s < last and P > 1:
                 post()
@@ -177,13 +195,9 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 emit(send)
             backwards[k] += 1
             if overlap.reduce and backwards[k] == M:
-                emit(Action(REDUCE, k))
-                while overlap.early_step and reducing:
-                    early = reducing.pop(0)
-                    program += [Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early), Action(GATHER, early)]
-                    gathered.add(early)
-                reduced.append(k)
-                reducing.append(k)
+                held.append((k, min(sum(backwards) + r * overlap.align, v * M)))
+            while held and sum(backwards) >= held[0][1]:
+                launch_held()
     program += tail_sends
     wait_grad_sends(len(grad_sends))
     if not forward_only:

@@ -33,7 +33,8 @@ def test_unknown_action_is_refused():
 
 
 OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, True),
-            Overlap(True, True, None, True)]
+            Overlap(True, True, None, True), Overlap(True, True, None, align=True), Overlap(True, False, 1, align=True),
+            Overlap(True, True, None, True, True)]
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -90,8 +91,11 @@ def test_reductions_and_gathers_stand_where_overlap_says(schedule, P, v, M):
             for k in range(v):
                 last_backward = max(i for i, a in enumerate(actions) if a.op == "B" and a.segment == k)
                 first_forward = min(i for i, a in enumerate(actions) if a.op == "F" and a.segment == k)
-                between = {a.op for a in actions[last_backward + 1:at[f"R{k}"]]}
-                assert between <= {"SG"} if overlap.reduce else at[f"R{k}"] > last_compute
+                between = [a.op for a in actions[last_backward + 1:at[f"R{k}"]]]
+                if overlap.align:
+                    assert between.count("B") <= whole.ranks.index(actions)
+                else:
+                    assert set(between) <= {"SG"} if overlap.reduce else at[f"R{k}"] > last_compute
                 assert at[f"WG{k}"] < first_forward if overlap.gather else at[f"WG{k}"] > max(at[f"G{k}"], at["STEP"])
                 if overlap.early_step and k:
                     assert actions[at[f"S{k}"] - 1].op == "WR" and at[f"S{k}"] == at[f"G{k}"] - 1 == at[f"R{k - 1}"] + 2
@@ -103,6 +107,25 @@ def test_aiao_reduces_while_it_computes_and_bounds_what_is_in_flight():
     text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1)).format(0)
     assert text == ("rank 0: WG0 L0.0 F0.0 L0.1 F0.1 WG1 F1.0 F1.1 WG2 F2.0 B2.0 F2.1 B2.1 R2 B1.0 B1.1 R1 WR2 B0.0 B0.1 R0 "
                     "RT WR1 WR0 STEP G0 G1 G2")
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_aligned_reductions_are_launched_by_all_ranks_after_the_same_sweep(P):
+    """Rank 0 is last to finish a segment; at its last backward of segment k > 0 rank r has done r more backwards."""
+    v, M = 3, 2 * P
+    whole = program("aiao", P, v, M, overlap=Overlap(True, align=True))
+    for r, actions in enumerate(whole.ranks):
+        ops = [str(a) for a in actions if a.op in "BR"]
+        done = [sum(op[0] == "B" for op in ops[:ops.index(f"R{k}")]) for k in reversed(range(v))]
+        assert done == [M + r, 2 * M + r, 3 * M]
+
+
+def test_aligned_launches_do_not_exceed_what_may_be_in_flight():
+    """One segment is reduced and not waited for, or complete and held, when another's backward begins."""
+    ranks = program("aiao", 4, 3, 2, overlap=Overlap(True, False, 1, align=True)).ranks
+    text = [" ".join(str(a) for a in actions if a.op in ("B", "R", "WR")) for actions in ranks]
+    assert text[1] == "B2.0 B2.1 B1.0 R2 B1.1 WR2 B0.0 R1 B0.1 R0 WR1 WR0"
+    assert text[3] == "B2.0 B2.1 B1.0 B1.1 R2 WR2 B0.0 B0.1 R1 R0 WR1 WR0"
 
 
 def test_an_early_step_follows_the_launch_of_the_next_reduction():
