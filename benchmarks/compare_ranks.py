@@ -50,13 +50,22 @@ def all_reduce_seconds(setting: Setting, repeats: int) -> float:
 
 def calibrated(setting: Setting, share: float) -> Setting:
     """The setting with parameters of such a size that DeepSpeed's 1F1B spends ``share`` of its step in exposed data-parallel
-    communication."""
+    communication.
+
+    Raises:
+        ValueError: that takes more than 16 times the parameters, as where replicas share a host.
+    """
+    most = 16 * setting.parameter_bytes
     for _ in range(2):
         contender = build("deepspeed", setting, {})
         free, whole = seconds(contender, False, 2), seconds(contender, True, 2)
         contender.close()
         exposed = whole - free
         wanted = setting.parameter_bytes * share / (1 - share) * free / exposed
+        if not 0 < wanted <= most:
+            raise ValueError(f"{setting.parameter_bytes / 1e6:.1f} MB of parameters a rank expose {1e3 * exposed:.1f} ms of "
+                             f"communication in a step of {1e3 * whole:.0f} ms; no size up to {most / 1e6:.0f} MB exposes "
+                             f"{100 * share:.0f} %: put replicas on different hosts")
         setting = setting._replace(parameter_bytes=int(wanted) // 4096 * 4096)
         if abs(exposed / whole - share) < 0.02:
             break

@@ -13,11 +13,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from compare import ALL
+from compare import ALL, SWEPT
 from setting import Setting
 
 from ds_fold.config import FoldConfig
 from ds_fold.plan import Cluster, Costs, Link, simulate
+from ds_fold.plan.costs import LayerCosts
 
 #: share of the rate that headers leave, and the latency of a message (lab_check.py measures both)
 PAYLOAD, LATENCY_S = 0.956, 3e-4
@@ -25,7 +26,7 @@ PAYLOAD, LATENCY_S = 0.956, 3e-4
 
 def step_s(measured: Dict[str, Any], name: str, overhead_s: float, communicates: bool) -> Optional[float]:
     """Predicted seconds of a step; None for a contender without a program."""
-    kind, options = ALL[name]
+    kind, options = {**ALL, **SWEPT}[name]
     if kind not in ("ds_fold", "deepspeed"):
         return None
     options = {key: value for key, value in options.items() if key != "config"}
@@ -38,7 +39,8 @@ def step_s(measured: Dict[str, Any], name: str, overhead_s: float, communicates:
     per_chunk = s.layers // (v * s.P)
     costs = Costs.uniform(s.P, v, s.forward_s * per_chunk, boundary_bytes=s.activation_bytes,
                           trainable_bytes=s.parameter_bytes / v, overhead_s=overhead_s)
-    costs = costs._replace(layers=[[(2 * s.forward_s, s.parameter_bytes / v / per_chunk)] * per_chunk] * (v * s.P))
+    layer = LayerCosts(s.forward_s, 2 * s.forward_s, s.parameter_bytes / v / per_chunk)
+    costs = costs._replace(layers=[[layer] * per_chunk] * (v * s.P))
     return simulate(fold.train_program(s.P, s.M, zero), costs, cluster, D=s.D, zero_stage=zero,
                     by_layer=fold.overlap_grad_reduce == "layer", data_parallel=communicates).step_s
 

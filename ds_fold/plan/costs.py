@@ -17,7 +17,7 @@ A profile, measured once per layer for one micro-batch (see :class:`Profile` for
 """
 
 import json
-from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import Any, Collection, Dict, List, Literal, NamedTuple, Optional, Sequence, Type, TypeVar, Union
 
 from pydantic import (
     BaseModel,
@@ -320,7 +320,8 @@ class Profile(_Model):
         def sums(values) -> List[float]:
             return [sum(values[a:b]) for a, b in spans]
 
-        layers = [[(backward[i], self.layers[i].trainable_bytes) for i in range(a, b)] for a, b in spans]
+        layers = [[LayerCosts(self.layers[i].forward_s, backward[i], self.layers[i].trainable_bytes) for i in range(a, b)]
+                  for a, b in spans]
         # a backward goes through the layers from the last to the first and frees what it has used
         recomputing = [max(sum(kept[a:i]) + whole[i] - sum(kept[a:b]) for i in range(a, b)) for a, b in spans] if recompute else ()
         costs = Costs(P, sums([layer.forward_s for layer in self.layers]), sums(backward),
@@ -334,6 +335,13 @@ class Profile(_Model):
         return costs
 
 
+class LayerCosts(NamedTuple):
+    """Of one layer of a chunk, the head not in it."""
+    forward_s: float
+    backward_s: float
+    trainable_bytes: float
+
+
 class Costs(NamedTuple):
     """Of a folded pipeline: one entry per virtual stage ``s = k*P + r``, for one micro-batch.
 
@@ -343,7 +351,7 @@ class Costs(NamedTuple):
         boundary_bytes: the output's; the last one's is not sent.
         activation_bytes: kept from forward to backward.
         parameter_bytes, trainable_bytes: of the chunk; the latter are reduced and gathered.
-        layers: of each chunk, (backward_s, trainable_bytes) of its layers.
+        layers: of each chunk.
         tied_bytes, step_s_per_byte, optimizer_bytes_per_byte, overhead_s: see :class:`Profile`.
         recompute_bytes: more than activation_bytes, at most, while a backward recomputes; empty: none.
     """
@@ -354,7 +362,7 @@ class Costs(NamedTuple):
     activation_bytes: List[float]
     parameter_bytes: List[float]
     trainable_bytes: List[float]
-    layers: List[List[Tuple[float, float]]]
+    layers: List[List["LayerCosts"]]
     tied_bytes: float = 0.0
     step_s_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
@@ -367,7 +375,8 @@ class Costs(NamedTuple):
         """Equal chunks; a backward takes two forwards unless told, and what is kept is as large as the output."""
         backward_s = 2 * forward_s if backward_s is None else backward_s
         values = (forward_s, backward_s, boundary_bytes, boundary_bytes, trainable_bytes, trainable_bytes)
-        return cls(P, *([value] * (v * P) for value in values), [[(backward_s, trainable_bytes)]] * (v * P), **more)
+        layers = [LayerCosts(forward_s, backward_s, trainable_bytes)]
+        return cls(P, *([value] * (v * P) for value in values), [layers] * (v * P), **more)
 
     def of_rank(self, values: Sequence[float], rank: int) -> float:
         """The sum of ``values`` over a pipeline rank's chunks."""

@@ -6,6 +6,7 @@ for a transfer; the network tells when that is over.
 """
 
 from collections import deque
+from itertools import accumulate
 from typing import Callable, Dict, List, Optional, Tuple
 
 from ..schedule.actions import (
@@ -30,7 +31,7 @@ from ..schedule.actions import (
     F,
     Program,
 )
-from .costs import Cluster, Costs, Exchange, PlanError
+from .costs import Cluster, Costs, Exchange, LayerCosts, PlanError
 from .memory import States
 from .network import Channel, Network, Port
 from .result import Record, Result, Transfer
@@ -50,7 +51,8 @@ class _Rank:
         self.overhead_s = costs.overhead_s
         # (bytes, delay), by segment
         self.act_sizes = self.grad_sizes = ()
-        self.gather_sizes: List[Optional[Exchange]] = []
+        #: by segment, the parts of its gather: (seconds from the begin of its first forward to its first use, (bytes, delay))
+        self.gather_parts: List[List[Tuple[float, Exchange]]] = []
         #: by segment, the parts of its reduction: (seconds before the end of its last backward, (bytes, delay))
         self.reductions: List[List[Tuple[float, Exchange]]] = []
         self.step_s: List[float] = []  # by segment
@@ -59,8 +61,9 @@ class _Rank:
         self.tie_out = self.tie_in = None
         self.tie_size = (0.0, 0.0)
         self.bulk = bulk
-        #: segment -> number of its latest gather in the bulk channel: of this step or of the one before
-        self.gathers: Dict[int, int] = {}
+        #: segment -> (when it is used in a forward, number in the bulk channel) of the parts of its latest gather, of this step or
+        #: of the one before, that have not been waited for
+        self.gathers: Dict[int, List[Tuple[float, int]]] = {}
         self.clock = 0.0
         self.released: Optional[float] = None
         self.begin()
@@ -129,6 +132,15 @@ class _Simulation:
 
 
 def _forward(sim: _Simulation, me: _Rank, k: int) -> bool:
+    if k in me.gathers:  # by layer, the others than the first's
+        late_s = 0.0
+        for lead_s, number in me.gathers[k]:
+            if number >= len(me.bulk.ends):
+                me.bulk.parked.append(me)
+                return False
+            late_s = max(late_s, me.bulk.ends[number] - me.clock - lead_s)
+        del me.gathers[k]
+        me.clock += late_s
     me.clock += me.forward_s[k]
     return True
 
@@ -204,13 +216,17 @@ def _step_segment(sim: _Simulation, me: _Rank, k: int) -> bool:
 
 
 def _gather(sim: _Simulation, me: _Rank, k: int) -> bool:
-    if me.gather_sizes[k]:
-        me.gathers[k] = sim.network.launch(me.bulk, me.clock, me.gather_sizes[k])
+    if me.gather_parts[k]:
+        me.gathers[k] = [(lead_s, sim.network.launch(me.bulk, me.clock, size)) for lead_s, size in me.gather_parts[k]]
     return True
 
 
 def _wait_gather(sim: _Simulation, me: _Rank, k: int) -> bool:
-    return k not in me.gathers or _wait(me, me.bulk, me.gathers[k])
+    while me.gathers.get(k) and me.gathers[k][0][0] == 0.0:
+        if not _wait(me, me.bulk, me.gathers[k][0][1]):
+            return False
+        me.gathers[k].pop(0)
+    return True
 
 
 def _nothing(sim: _Simulation, me: _Rank, k: int) -> bool:
@@ -254,7 +270,8 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         priority: messages of the pipeline go before data-parallel transfers on a network card. Without it, all connections that
             are active share a card equally, as TCP does.
         stock_optimizer: DeepSpeed's wrappers, whose ZeRO-1 all-reduces whole gradients.
-        by_layer: each layer of segment 0 is reduced as soon as its last backward is over. Needs a program whose reductions overlap.
+        by_layer: each layer of segment 0 is reduced as soon as its last backward is over, and waited for right before its first
+            forward. Needs a program whose reductions overlap.
         data_parallel: False leaves out reductions and gathers: what the schedule alone takes.
         states: what memory holds per parameter. Default: gradients as large as parameters, and the profile's optimizer state, a
             D-th of it with ZeRO.
@@ -281,17 +298,19 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         return exchange
 
     for me in ranks:
+        gathers_ahead = next((a.op for a in me.actions if a.op in (WAIT_GATHER, F)), F) == WAIT_GATHER
         for k, s in enumerate(range(me.r, v * P, P)):
             me.step_s.append(costs.optimizer_s(s, D, zero_stage))
-            gather = exchange_of(costs.trainable_bytes[s])
-            me.gather_sizes.append(gather if zero_stage and gather.bytes else None)
-            parts, lead_s = [], 0.0
-            for backward_s, size in costs.layers[s] if by_layer and k == 0 else [(0.0, costs.trainable_bytes[s])]:
-                part = exchange_of(size)
-                if part.bytes:
-                    parts.insert(0, (lead_s, part.twice() if whole else part))  # the last layer's backward is first
-                lead_s += backward_s
-            me.reductions.append(parts)
+            at_once = [LayerCosts(0.0, 0.0, costs.trainable_bytes[s])]
+            layers = costs.layers[s] if by_layer and k == 0 else at_once
+            parts = [exchange_of(layer.trainable_bytes) for layer in layers]
+            before_s = accumulate((layer.backward_s for layer in layers), initial=0.0)
+            reduced = [(lead_s, part.twice() if whole else part) for lead_s, part in zip(before_s, parts) if part.bytes]
+            me.reductions.append(reduced[::-1])  # the last layer's backward is first
+            if not gathers_ahead:
+                layers, parts = at_once, [exchange_of(costs.trainable_bytes[s])]
+            before_s = accumulate((layer.forward_s for layer in layers), initial=0.0)
+            me.gather_parts.append([(lead_s, part) for lead_s, part in zip(before_s, parts) if part.bytes and zero_stage])
         before = me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op if by_layer else B
         if before not in (B, SEND_GRAD):
             raise PlanError("by_layer needs a program that launches a segment's reduction right after its last backward")
@@ -377,8 +396,8 @@ def _record(me: _Rank, begin: float, end: float) -> Record:
     for a in me.actions:
         if a.op == REDUCE:
             launches += [a] * len(me.reductions[a.segment])
-        elif a.op == GATHER and me.gather_sizes[a.segment]:
-            launches.append(a)
+        elif a.op == GATHER:
+            launches += [a] * len(me.gather_parts[a.segment])
     transfers = []
     for j, start in enumerate(me.bulk.begun):
         over = min(me.bulk.ends[j] if j < len(me.bulk.ends) else end, end)

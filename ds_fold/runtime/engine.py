@@ -55,6 +55,8 @@ class PipelineEngine(Interpreter):
         self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
         if self._sharded is not None:
             self.module.before_read = self._sharded.flush
+            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather:
+                self.module.before_layer = self._sharded.wait_layer
         self._backwards: Dict[int, int] = {}  # segment -> backwards that have begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1

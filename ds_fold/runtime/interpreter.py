@@ -256,7 +256,7 @@ class Interpreter(compat.PipelineEngineBase):
 
     def exec_wait_gather_params(self, segment):
         if self._sharded is not None:
-            self._sharded.wait_params(segment)
+            self._sharded.wait_params(segment, by_layer=self.module.before_layer is not None)
 
     #: instruction -> method; ``ACTION_METHODS`` says which method runs which op
     ACTION_METHODS = {

@@ -1,7 +1,7 @@
 """The folded ``PipelineModule``: every pipeline rank holds one chunk of each segment."""
 
 from functools import partial
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from deepspeed.runtime import utils as ds_utils
@@ -51,6 +51,8 @@ class PipelineModule(compat.PipelineModuleBase):
         super().__init__(layers, num_stages, topology, *args, **kwargs)
         #: called before anything outside of a batch reads or sets parameters; an engine waits here for those that are in flight
         self.before_read = None
+        #: called with a layer's global index before each of its forwards
+        self.before_layer: Optional[Callable[[int], None]] = None
         #: with deterministic_rng, what the engine seeds this batch's random numbers with; None leaves them alone
         self.rng_key = None
         if not any(p.requires_grad for p in self.parameters()):
@@ -208,7 +210,9 @@ class PipelineModule(compat.PipelineModuleBase):
     def _run_layers(self, start: int, stop: int, seed_offset: int, *inputs):
         x = inputs[0] if len(inputs) == 1 else inputs
         for local in range(start, stop):
-            self.__dict__["curr_layer"] = self.global_layer_indices[local]  # past torch's slow setattr: once per layer
+            self.__dict__["curr_layer"] = layer = self.global_layer_indices[local]  # past torch's slow setattr: once per layer
+            if self.before_layer is not None:
+                self.before_layer(layer)
             if self.rng_key is not None:
                 _seed_everything(hash((self.base_seed, *self.rng_key, seed_offset - self.micro_offset, self.curr_layer)))
             elif self.seed_layers:

@@ -124,6 +124,15 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self._end_with = [sorted((b for b in self.buckets if b.key.segment == k), key=lambda b: b.key.place) for k in range(v)]
         # one order for all replicas, whichever gradient comes first: that of a backward, then what has to wait for its end
         self._launch_order = [sorted(buckets, key=lambda b: (not b.key.leaves_early, -b.key.place)) for buckets in self._end_with]
+        # by layer: layer -> buckets that it is the first to use, but for each segment's first
+        self._begin_at: Dict[int, List[Bucket]] = {}
+        if by_layer:
+            for buckets in self._end_with:
+                first_use = {b: min((layer_of[p] for p in b.parameters if p in layer_of), default=-1) for b in buckets}
+                for bucket, layer in first_use.items():
+                    if layer > min(first_use.values()):
+                        self._begin_at.setdefault(layer, []).append(bucket)
+        self._late = set(chain(*self._begin_at.values()))
         self._phases = [_Phase.IDLE] * v
         self._launched: List[int] = []  # segments of this step, in order
         self._by_layer = by_layer
@@ -402,9 +411,14 @@ class ShardedOptimizer(ZeroOptimizerBase):
                 bucket.gather.wait()
                 bucket.gather = None
 
-    def wait_params(self, k: int) -> None:
-        """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole."""
-        self._wait_gathers(self._end_with[k])
+    def wait_params(self, k: int, by_layer: bool = False) -> None:
+        """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole; with ``by_layer``, until
+        those are that its first layer uses, and the others are left to :meth:`wait_layer`."""
+        self._wait_gathers(b for b in self._end_with[k] if not by_layer or b not in self._late)
+
+    def wait_layer(self, layer: int) -> None:
+        """By layer: call before each forward of a layer; blocks until its parameters are whole."""
+        self._wait_gathers(self._begin_at.get(layer, ()))
 
     def flush(self) -> None:
         """Wait until all parameters are whole; whatever reads or writes them outside of the forward calls this first."""

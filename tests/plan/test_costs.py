@@ -110,7 +110,7 @@ def test_chunks_add_up_their_layers():
     assert costs.parameter_bytes == [100, 100, 100, 200] and costs.trainable_bytes == [80, 80, 80, 160]
     assert costs.of_rank(costs.trainable_bytes, 1) == 240 and costs.overhead_s == 0.01
     assert costs.optimizer_s(3, 2, 0) == pytest.approx(16) and costs.optimizer_s(3, 2, 1) == pytest.approx(8)
-    assert costs.layers == [[(2, 80)], [(2, 80)], [(2, 80)], [(2, 80), (2, 80)]]
+    assert costs.layers == [[(1, 2, 80)], [(2, 2, 80)], [(3, 2, 80)], [(4, 2, 80), (5, 2, 80)]]
 
 
 def test_recomputed_layers_keep_their_input_and_repeat_their_forward():

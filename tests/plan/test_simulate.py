@@ -158,6 +158,9 @@ def test_layers_leave_within_the_last_backward():
     result = simulate(whole, costs, cluster, D=2, by_layer=True)
     assert result.step_s == pytest.approx(10 + 6) and result.ranks[0].exposed_s == pytest.approx(12 - 2)
     assert [(t.action, t.start, t.end) for t in result.records[0].transfers] == [("R0", 4, 7), ("R0", 7, 10), ("G0", 10, 16)]
+    # gathered 10-13 and 13-16; with the first layer's forward 13-14, the second's can begin at 16
+    ahead = program("aiao", 1, 1, 1, overlap=Overlap(reduce=True, gather=True))
+    assert simulate(ahead, costs, cluster, D=2, by_layer=True).step_s == pytest.approx(10 + 6 - 1)
     with pytest.raises(PlanError, match="right after its last backward"):
         simulate(program("aiao", 1, 2, 1), Costs.uniform(1, 2, 1.0), cluster, D=2, by_layer=True)
 

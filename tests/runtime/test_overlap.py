@@ -46,9 +46,9 @@ def test_a_segment_is_reduced_before_the_next_ones_backward_and_gathered_before_
         calls, optimizer = [], engine.optimizer
         for name in ("begin_backward", "launch_reduce", "wait_reduce", "wait_params", "step"):
 
-            def record(*args, name=name, call=getattr(optimizer, name)):  # noqa: B008 (bound here, on purpose)
+            def record(*args, name=name, call=getattr(optimizer, name), **options):  # noqa: B008 (bound here, on purpose)
                 calls.append(name + "".join(map(str, args)))
-                return call(*args)
+                return call(*args, **options)
             setattr(optimizer, name, record)
         forward = engine.module._run_chunk
         engine.module._run_chunk = lambda x, k, m: calls.append(f"forward{k}") or forward(x, k, m)
@@ -67,6 +67,22 @@ def test_a_segment_is_reduced_before_the_next_ones_backward_and_gathered_before_
         assert calls.index(f"begin_backward{k}") < calls.index(f"launch_reduce{k}") < calls.index(f"wait_reduce{k}") < step
     assert calls.index("launch_reduce2") < calls.index("begin_backward1") < calls.index("launch_reduce1")
     assert calls.index("forward0") < calls.index("wait_params1"), "the first forward does not wait for all gathers"
+
+
+def test_by_layer_a_layer_waits_for_its_own_parameters_and_not_for_the_next_ones():
+    def job():
+        fold = {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "layer", "overlap_param_gather": True}
+        engine = build(False, ds_config(4, 1, fold=fold), 1, 8)
+        batches = data(engine.grid.get_data_parallel_rank())
+        engine.train_batch(batches)
+        flying = []  # by layer of segment 0: whose parameters its first forward found in flight
+        in_flight = [bucket for bucket in engine.optimizer.buckets if bucket.key.segment == 0]
+        for layer in engine.module.forward_funcs[:4]:
+            layer.register_forward_pre_hook(lambda *_: flying.append([bucket.gather is not None for bucket in in_flight]))
+        engine.train_batch(batches)
+        return flying[:4]
+
+    assert RankPool.of(2).run(job) == [[[i > layer for i in range(4)] for layer in range(4)]] * 2
 
 
 @pytest.mark.parametrize("segments", [4, 8])
