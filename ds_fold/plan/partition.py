@@ -256,8 +256,9 @@ def check_memory(chain: Chain, cuts: Cuts, recompute: FrozenSet[int]) -> None:
         peak = max(held for _, held in result.memory(r))
         if peak > limit:
             raise PlanError(f"the best partition still needs {peak / GIB:.4g} GiB on pipeline rank {r}, which has "
-                            f"{limit / GIB:.4g} ({(peak - limit) / GIB:.4g} too little) with {len(recompute)} of {len(chain.profile.layers)} layers "
-                            f"recomputed; use more pipeline ranks, smaller micro-batches, ds_fold.recompute \"auto\" or ZeRO")
+                            f"{limit / GIB:.4g} ({(peak - limit) / GIB:.4g} too little) with {len(recompute)} of "
+                            f"{len(chain.profile.layers)} layers recomputed; use more pipeline ranks, smaller micro-batches, "
+                            f"ds_fold.recompute \"auto\" or ZeRO")
 
 
 def best_recompute(chain: Chain, cuts: Sequence[int]) -> FrozenSet[int]:
