@@ -4,13 +4,12 @@ Peaks of memory depend on the order of a rank's actions alone, so they are exact
 transfer has its link to itself and leaves as soon as it is sent: all that contention and late receives could do is delay it.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from ..schedule.actions import (
     GATHER,
-    RECV_ACT,
     REDUCE,
     REDUCE_TIED,
     SEND_ACT,
@@ -27,7 +26,6 @@ from ..schedule.actions import (
 )
 from .costs import Cluster, Costs, Profile
 from .memory import States, held
-from .result import states_of
 
 _REPLAYED = frozenset((F, B, SEND_ACT, SEND_GRAD, WAIT_RECV_ACT, WAIT_RECV_GRAD, REDUCE, WAIT_REDUCE, REDUCE_TIED, STEP,
                        STEP_SEGMENT, GATHER, WAIT_GATHER))
@@ -90,6 +88,11 @@ class Bounds:
         chunks = self._chunks(cuts, kept, backward)
         return self._step(chunks, cuts, backward), self._peaks(chunks)
 
+    def most_live(self, r: int) -> List[float]:
+        """By segment, how many micro-batches' activations rank r holds at most."""
+        S = self.program.P * self.program.v
+        return self._forms[r][1][:, S + r:2 * S:self.program.P].max(axis=0).tolist()
+
     def _chunks(self, cuts: np.ndarray, kept: np.ndarray, backward: np.ndarray) -> Chunks:
         rows = np.arange(len(cuts))[:, None]
         first, last = cuts[:, :-1], cuts[:, 1:]
@@ -120,22 +123,22 @@ class Bounds:
         column = [list(unit[i * S:(i + 1) * S]) for i in range(5)]
         costs = Costs(P, [0.0] * S, [0.0] * S, column[0], column[1], column[2], column[3], [], np.zeros(5 * S),
                       optimizer_bytes_per_byte=self.profile.optimizer_bytes_per_byte, recompute_bytes=column[4])
-        states = states or states_of(costs, self.D, self.zero_stage)
+        states = states or States.usual(costs.optimizer_bytes_per_byte, self.D, self.zero_stage)
         forms = []
         for r, actions in enumerate(self.program.ranks):
             never = [0.0] * len(actions)
             moments = np.unique([now.copy() for _, now in held(costs, states, r, actions, never, never)], axis=0)
-            # only those that no other moment covers
-            order = moments[np.argsort(-moments.sum(axis=1), kind="stable")]
+            # only those that no other covers, whatever the sizes: all are >= 0, but for what recomputing holds more
+            signed = np.concatenate((moments, -moments[:, 4 * S:]), axis=1)
             fullest: List[np.ndarray] = []
-            for moment in order:
+            for moment in signed[np.argsort(-moments.sum(axis=1), kind="stable")]:
                 if not fullest or not (np.array(fullest) >= moment).all(axis=1).any():
                     fullest.append(moment)
             tied = self.profile.tied_bytes if P == 1 else 0.0
             always = next(now for _, now in held(costs, states, r, (), (), ()))
             # what rank 0 of one holds of a byte of parameters and of trainable ones: tied weights are there once
             offset = -tied * (always[2 * S] + always[3 * S])
-            forms.append((offset, np.array(fullest)))
+            forms.append((offset, np.array(fullest)[:, :5 * S]))
         return forms
 
     def _peaks(self, chunks: Chunks) -> np.ndarray:
@@ -181,10 +184,10 @@ class Bounds:
         return found
 
     def _step(self, chunks: Chunks, cuts: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        P, v, profile, overhead = self.program.P, self.program.v, self.profile, self.profile.overhead_s
+        P, profile, overhead = self.program.P, self.profile, self.profile.overhead_s
         count, cluster = len(cuts), self.cluster
         links = {}
-        for r in range(P):
+        for r in range(P if P > 1 else 0):
             for step in (1, -1):
                 same = cluster.host(r, self.D) == cluster.host((r + step) % P, self.D)
                 link = cluster.intra_host if same else cluster.inter_host
@@ -199,15 +202,11 @@ class Bounds:
         # gathers of the step before: they were launched when their rank had stepped, and the slowest of all began this step
         bulk, gathered = np.zeros((P, count)), {}
         if self.zero_stage:
-            early = {(r, a.segment) for r, actions in enumerate(self.program.ranks)
-                     for a in actions[:actions.index((STEP, -1, -1))] if a.op == GATHER}
-            for r in range(P):
+            for r, actions in enumerate(self.program.ranks):
                 bulk[r] = rank_step_s[r] - slowest_s - agreement_s
-                for a in self.program.ranks[r]:
-                    if a.op == GATHER and (r, a.segment) not in early:
-                        s = a.segment * P + r
-                        bulk[r] += wire[s]
-                        gathered[r, a.segment] = bulk[r] + delay[s]
+                for k in self._left_gathering(actions):
+                    bulk[r] += wire[k * P + r]
+                    gathered[r, k] = bulk[r] + delay[k * P + r]
             np.maximum(bulk, 0.0, out=bulk)
         free: Dict[Tuple[int, str], Any] = {}
         arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {(r, op): [] for r in range(P) for op in (SEND_ACT, SEND_GRAD)}
@@ -266,6 +265,12 @@ class Bounds:
             elif op == WAIT_GATHER and (r, k) in gathered:
                 np.maximum(now, gathered[r, k], out=now)
         return clock.max(axis=0) + agreement_s
+
+    @staticmethod
+    def _left_gathering(actions) -> List[int]:
+        """Segments whose gather is launched after the step and waited for in the next one."""
+        after = actions[actions.index((STEP, -1, -1)):]
+        return [a.segment for a in after if a.op == GATHER and (WAIT_GATHER, a.segment, -1) not in after]
 
     def _last_layer(self, chunks: Chunks, cuts: np.ndarray, backward: np.ndarray, r: int) -> np.ndarray:
         """Seconds from the end of segment 0's last backward to the end of its reduction by layers, at least."""

@@ -1,29 +1,38 @@
-"""Cuts and recomputed layers that are best for the whole step, as the simulator sees it. Pure Python, and the same on every rank.
+"""Cuts and recomputed layers that are best for the whole step, as the simulator sees it. The same on every rank.
 
-Scores are ordered: first what fits into memory, then the objective. A bound that costs a hundredth of a simulation says how good
-cuts can be at most; short chains are searched completely below it, long ones from balanced cuts by moving cuts, first by the bound
-alone, then by simulation. Work is limited by simulated actions and not by time, so that every rank finds the same.
+Scores are ordered: first what fits into memory, then the objective. Bounds (:mod:`~ds_fold.plan.bounds`) say for a hundred
+candidates in the time of one simulation how good each can be at most. Where there are few, all whose bound is below the best found
+are simulated; otherwise a beam search moves cuts and recomputed layers by their bounds, and the best of it are simulated. Work is
+limited by simulated actions and not by time, so that the answer depends on the files alone.
 """
 
 from itertools import combinations
 from math import comb, inf
-from typing import Any, Collection, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from ..partition import partition_balanced, partition_uniform
-from ..schedule.actions import B, F, Program
+from ..schedule.actions import Program
+from .bounds import Bounds
 from .costs import GIB, Cluster, Link, PlanError, Profile
-from .result import Record, Result
+from .result import Result
 from .simulate import simulate
 
 OBJECTIVES = ("memory_efficiency", "throughput", "memory")
 #: chains with at most so many cuts are searched completely
 COMPLETE = 500
-#: simulated actions (0.003 ms each and step) in a search by moves, for one set of recomputed layers
+#: simulated actions (0.003 ms each and step) in a search that is not complete
 MOST_ACTIONS = 400_000
 #: levels of memory that are tried when layers to recompute are chosen
 LEVELS = 12
+#: bounds in the same (0.05 ms each with 1,000 forwards and backwards), and in a round of its beam
+MOST_BOUNDS, ROUND_BOUNDS = 80_000, 4_000
+#: candidates that a round of the beam starts from, at least; neighbouring cuts that move together, at most
+WIDTH, RUN = 8, 8
 
 Cuts = Tuple[int, ...]
+Candidate = Tuple[Cuts, FrozenSet[int]]
 
 
 class Score(NamedTuple):
@@ -59,194 +68,188 @@ class Chain:
         self.program, self.profile, self.cluster, self.objective = program, profile, cluster, objective
         self.D, self.zero_stage, self.options = D, zero_stage, options
         self.limits = [cluster.memory_bytes(r, D) or inf for r in range(program.P)]
-        self.simulated: Dict[Tuple[Cuts, FrozenSet[int]], Score] = {}
-        self._live = [_live_activations(actions, program.v) for actions in program.ranks]
-        self._sums: Dict[FrozenSet[int], List[List[float]]] = {}
-        self._static = self._static_bytes()
-        # seconds on the wire of a trainable byte
-        link = cluster.intra_host if 1 < D <= cluster.ranks_per_host else cluster.inter_host
-        once = cluster.exchange(1.0, D).bytes / link.rate
-        reduced = (2 if zero_stage == 0 or options.get("stock_optimizer") else 1) * once
-        self._wire = reduced + (once if zero_stage else 0.0)
-        ops = [a.op for a in program.ranks[0]]
-        reduce_hidden = "R" in ops and ops.index("R") < ops.index("RT")
-        gather_hidden = ops.index("WG") < ops.index(F)
-        self._exposed = (0.0 if reduce_hidden else reduced) + (once if zero_stage and not gather_hidden else 0.0)
+        self.simulated: Dict[Candidate, Score] = {}
+        self.bounded: Dict[Candidate, Tuple[float, ...]] = {}
+        self.bounds = Bounds(program, profile, cluster, D, zero_stage, **options)
 
     @property
     def chunks(self) -> int:
         return self.program.P * self.program.v
-
-    # exact ----------------------------------------------------------------------------------------------------------------
 
     def score(self, cuts: Sequence[int], recompute: FrozenSet[int]) -> Score:
         """What the simulator says of the step, remembered."""
         key = (tuple(cuts), recompute)
         if key not in self.simulated:
             result = self.simulate(cuts, recompute)
-            peaks = [max(held for _, held in result.memory(r)) for r in range(self.program.P)]
-            self.simulated[key] = self._score(result.step_s, peaks)
+            step_s, peaks = result.step_s, np.array([max(held for _, held in result.memory(r)) for r in range(self.program.P)])
+            excess, value = self._rate(step_s, peaks)
+            self.simulated[key] = Score(float(excess), float(value), step_s, float(peaks.max()))
         return self.simulated[key]
 
     def simulate(self, cuts: Sequence[int], recompute: Collection[int], **more: Any) -> Result:
         costs = self.profile.costs(cuts, self.program.P, recompute)
         return simulate(self.program, costs, self.cluster, self.D, self.zero_stage, **self.options, **more)
 
-    def _score(self, step_s: float, peaks: List[float]) -> Score:
-        peak = max(peaks)
+    def _rate(self, step_s, peaks):
+        """(excess, value); ranks are the last axis of ``peaks``."""
+        peak = peaks.max(axis=-1)
         value = {"throughput": step_s, "memory": peak, "memory_efficiency": step_s * peak}[self.objective]
-        return Score(max(0.0, *(held - limit for held, limit in zip(peaks, self.limits))), value, step_s, peak)
+        return np.maximum(0.0, (peaks - np.array(self.limits)).max(axis=-1)), value
 
-    # bounds ---------------------------------------------------------------------------------------------------------------
+    def bound(self, candidates: Iterable[Candidate]) -> None:
+        """Note in ``bounded`` for each (excess, value) that no simulation goes below, and what decides between equals: a longer
+        step or a larger peak, and unevenness of the ranks."""
+        new = [candidate for candidate in dict.fromkeys(candidates) if candidate not in self.bounded]
+        if not new:
+            return
+        sets = list(dict.fromkeys(recompute for _, recompute in new))
+        mask = np.zeros((len(sets), len(self.profile.layers)), dtype=bool)
+        for row, recompute in zip(mask, sets):
+            row[list(recompute)] = True
+        place = {recompute: i for i, recompute in enumerate(sets)}
+        step_s, peaks = self.bounds(np.array([cuts for cuts, _ in new]), mask[[place[recompute] for _, recompute in new]])
+        excess, value = self._rate(step_s, peaks)
+        uneven = step_s / step_s.min() + (peaks**2).sum(axis=1) / max((peaks**2).sum(axis=1).min(), 1e-30)
+        self.bounded.update(zip(new, zip(excess.tolist(), value.tolist(), uneven.tolist())))
 
-    def bound(self, cuts: Sequence[int], recompute: FrozenSet[int]) -> Score:
-        """No simulation of these cuts scores less.
-
-        Rank r computes for all micro-batches what it holds, after the first one has come through the chunks before it and before
-        the last one has gone back through them; its transfers share one wire, and those that nothing hides come on top.
-        """
-        P, M = self.program.P, self.program.M
-        forward, backward, kept, parameters, trainable = self._chunk_sums(cuts, recompute)
-        step_s, peaks, before = 0.0, [], 0.0
-        for r in range(P):
-            compute_s = M * (sum(forward[r::P]) + sum(backward[r::P])) + before
-            before += forward[r] + backward[r]
-            mine = sum(trainable[r::P])
-            step_s = max(step_s, compute_s + mine * self._exposed, mine * self._wire)
-            peaks.append(self._static_of(r, parameters, trainable) + self._activations(r, kept))
-        return self._score(step_s, peaks)
-
-    def _chunk_sums(self, cuts: Sequence[int], recompute: FrozenSet[int]) -> List[List[float]]:
-        """By virtual stage: forward_s, backward_s, activation, parameter and trainable bytes."""
-        if recompute not in self._sums:
-            n = len(self.profile.layers)
-            single = self.profile.costs(range(n + 1), 1, recompute)
-            overhead = self.profile.overhead_s
-            # of all layers before each, and the head by itself: it belongs to the last chunk however that is cut
-            columns = (single.forward_s, single.backward_s, single.activation_bytes, single.parameter_bytes, single.trainable_bytes)
-            self._sums[recompute] = [_running(column) for column in columns]
-            self._overhead = (overhead, overhead, 0.0, 0.0, 0.0)
-        spans = list(zip(cuts, cuts[1:]))
-        return [[column[b] - column[a] + more for a, b in spans] for column, more in zip(self._sums[recompute], self._overhead)]
-
-    def _activations(self, r: int, kept: List[float]) -> float:
-        chunk = kept[r::self.program.P]
-        return max(sum(count * size for count, size in zip(counts, chunk)) for counts in self._live[r])
-
-    def _static_bytes(self) -> Tuple[float, float]:
-        """Bytes that are always there, per byte of parameters and of trainable parameters: those of a rank that does nothing."""
-        found = []
-        for parameters, trainable in ((1.0, 0.0), (0.0, 1.0)):
-            costs = self.profile.costs((0, len(self.profile.layers)), 1)._replace(
-                parameter_bytes=[parameters], trainable_bytes=[trainable], tied_bytes=0.0)
-            nothing = Result(Program(1, 1, 1, [[]]), costs, self.D, self.zero_stage, [1.0], [Record([], [], 0.0, {}, [])],
-                             *filter(None, [self.options.get("states")]))
-            found.append(next(iter(nothing.memory(0)))[1])
-        return found[0], found[1]
-
-    def _static_of(self, r: int, parameters: List[float], trainable: List[float]) -> float:
-        P, tied = self.program.P, self.profile.tied_bytes if self.program.P == 1 else 0.0
-        return (sum(parameters[r::P]) - tied) * self._static[0] + (sum(trainable[r::P]) - tied) * self._static[1]
-
-    # layers to recompute --------------------------------------------------------------------------------------------------
-
-    def recompute_at(self, cuts: Sequence[int], base: List[float]) -> Iterator[FrozenSet[int]]:
+    def recompute_at(self, cuts: Cuts) -> List[FrozenSet[int]]:
         """Sets that bring every rank below levels of memory, from none to all layers that save anything.
 
         Within a rank, those layers come first that save most memory for their time, counted as often as their activations live at
         once: so the last segment, whose backward follows at once, comes last.
-
-        Args:
-            cuts: of the layers.
-            base: bytes of each rank besides its activations.
         """
-        P, n = self.program.P, len(self.profile.layers)
-        every = self.profile.costs(range(n + 1), 1, range(n))
-        plain = self.profile.costs(range(n + 1), 1)
+        P, bounds = self.program.P, self.bounds
+        saved, cost = bounds.kept - bounds.recomputed_kept, np.maximum(bounds.recomputed_s - bounds.backward_s, 1e-12)
+        base = bounds(np.array([cuts]), np.zeros((1, len(saved)), dtype=bool))[1][0]
         ladders: List[List[Tuple[float, FrozenSet[int]]]] = []
         for r in range(P):
-            most = [max(counts[k] for counts in self._live[r]) for k in range(self.program.v)]
-            order = []
-            for k in range(self.program.v):
-                for i in range(cuts[k * P + r], cuts[k * P + r + 1]):
-                    saved = most[k] * (plain.activation_bytes[i] - every.activation_bytes[i])
-                    if saved > 0:
-                        order.append((-saved / max(every.backward_s[i] - plain.backward_s[i], 1e-12), k, i))
-            kept = self._chunk_sums(cuts, frozenset())[2]
-            ladder, chosen = [(base[r] + self._activations(r, kept), frozenset())], []
-            for _, k, i in sorted(order):
-                chosen.append(i)
-                kept[k * P + r] -= plain.activation_bytes[i] - every.activation_bytes[i]
-                ladder.append((base[r] + self._activations(r, kept), frozenset(chosen)))
+            most = bounds.most_live(r)
+            order = sorted((-most[k] * saved[i] / cost[i], most[k], i) for k in range(self.program.v)
+                           for i in range(cuts[k * P + r], cuts[k * P + r + 1]) if most[k] * saved[i] > 0)
+            held, ladder, chosen = base[r], [(base[r], frozenset())], []
+            for _, live, i in order:
+                held, chosen = held - live * saved[i], [*chosen, i]
+                ladder.append((held, frozenset(chosen)))
             ladders.append(ladder)
         high, low = (max(ladder[end][0] for ladder in ladders) for end in (0, -1))
-        for level in sorted({high + (low - high) * j / LEVELS for j in range(LEVELS + 1)}, reverse=True):
-            yield frozenset().union(*(_first_below(ladder, min(level, limit)) for ladder, limit in zip(ladders, self.limits)))
-
-    def base_bytes(self, cuts: Sequence[int]) -> List[float]:
-        """What each rank holds at its peak besides its activations: parameters, states and messages."""
-        result = self.simulate(cuts, ())
-        kept = self._chunk_sums(cuts, frozenset())[2]
-        return [max(held for _, held in result.memory(r)) - self._activations(r, kept) for r in range(self.program.P)]
-
-
-def _running(values: Sequence[float]) -> List[float]:
-    """Entry i: the sum of the first i values."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
+        levels = [high + (low - high) * j / LEVELS for j in range(LEVELS + 1)]
+        return list(dict.fromkeys(frozenset().union(*(_first_below(ladder, min(level, limit)) for ladder, limit
+                                                      in zip(ladders, self.limits))) for level in levels))
 
 
 def _first_below(ladder: List[Tuple[float, FrozenSet[int]]], level: float) -> FrozenSet[int]:
     return next((chosen for held, chosen in ladder if held <= level), ladder[-1][1])
 
 
-def _live_activations(actions, v: int) -> List[Tuple[int, ...]]:
-    """How many micro-batches of each segment live at once: all maxima that no other covers."""
-    counts, maxima = [0] * v, set()
-    for op, k, _ in actions:
-        if op == F:
-            counts[k] += 1
-            maxima.add(tuple(counts))
-        elif op == B:
-            counts[k] -= 1
-    ordered = sorted(maxima, key=sum, reverse=True)
-    kept: List[Tuple[int, ...]] = []
-    for counts in ordered:
-        if not any(all(a <= b for a, b in zip(counts, other)) for other in kept):
-            kept.append(counts)
-    return kept
-
-
 # searches -----------------------------------------------------------------------------------------------------------------
 
 
 def search(chain: Chain, cuts: Optional[Sequence[int]] = None, recompute: Optional[FrozenSet[int]] = None,
-           most_actions: int = MOST_ACTIONS) -> Tuple[Cuts, FrozenSet[int], Score]:
+           most_actions: int = MOST_ACTIONS, complete: int = COMPLETE) -> Tuple[Cuts, FrozenSet[int], Score]:
     """The best cuts, layers to recompute, or both; what is given stays.
 
-    Raises:
-        PlanError: nothing that was found fits into memory; says by how much.
+    Args:
+        most_actions: simulated actions, at most, where there are more than ``complete`` candidates.
     """
-    if cuts is not None and recompute is not None:
-        found = tuple(cuts), recompute
-    elif cuts is not None:
-        found = tuple(cuts), best_recompute(chain, cuts)
-    elif recompute is not None:
-        found = best_cuts(chain, recompute, (), most_actions), recompute
+    n, chunks = len(chain.profile.layers), chain.chunks
+    given = None if cuts is None else tuple(cuts)
+    if recompute is not None and (given is not None or comb(n - 1, chunks - 1) <= complete):
+        every = [given] if given is not None else [(0, *inner, n) for inner in combinations(range(1, n), chunks - 1)]
+        chain.bound((each, recompute) for each in every)
+        best = _simulate_best(chain, [(each, recompute) for each in every], inf)
     else:
-        # cuts for each extreme, the layers that suit them, and cuts again for those
-        candidates = []
-        for extreme in (frozenset(), frozenset(range(len(chain.profile.layers)))):
-            begin = climb(chain, extreme, starts(chain, extreme))[0]
-            chosen = best_recompute(chain, begin)
-            candidates += [(begin, chosen), (best_cuts(chain, chosen, (begin, ), most_actions), chosen)]
-        found = min(candidates, key=lambda candidate: chain.score(*candidate))
-        again = found[0], best_recompute(chain, found[0])
-        found = min(found, again, key=lambda candidate: chain.score(*candidate))
-    score = chain.score(*found)
-    return found[0], found[1], score
+        best = _beam(chain, given, recompute, most_actions)
+    return best[0], best[1], chain.score(*best)
+
+
+def _beam(chain: Chain, cuts: Optional[Cuts], recompute: Optional[FrozenSet[int]], most_actions: int) -> Candidate:
+    """Move by bounds from several starts, then simulate in the order of the bounds."""
+    n = len(chain.profile.layers)
+    sets = [frozenset(), frozenset(range(n))] if recompute is None else [recompute]
+    pool = [(begin, chosen) for chosen in sets for begin in ([cuts] if cuts is not None else starts(chain, chosen))]
+    chain.bound(pool)
+    around: Dict[Candidate, List[Candidate]] = {}  # of those that were expanded
+    seen = dict.fromkeys(pool)
+
+    def expand(candidates: Iterable[Candidate]) -> int:
+        """Look at the neighbours of the candidates. Returns how many are new to it."""
+        fresh = [candidate for candidate in candidates if candidate not in around]
+        for candidate in fresh:
+            around[candidate] = _neighbours(chain, candidate, cuts is None, recompute is None)
+        found = [other for candidate in fresh for other in around[candidate]]
+        chain.bound(found)
+        seen.update(dict.fromkeys(found))
+        return len(fresh)
+
+    # each start by itself, down to where no move helps, then the best of all together
+    while len(seen) < MOST_BOUNDS // 2 and expand(pool):
+        pool = list(dict.fromkeys(min([candidate, *around[candidate]], key=chain.bounded.get) for candidate in pool))
+    width = max(WIDTH, ROUND_BOUNDS * len(around) // max(1, sum(map(len, around.values()))))
+    while len(seen) < MOST_BOUNDS and expand(sorted(seen, key=chain.bounded.get)[:width]):
+        pass
+    left = max(WIDTH, most_actions // max(1, chain.program.num_actions))
+    best = _simulate_best(chain, seen, left // 2)
+    # where contention decides, the bounds do not: go on around what the simulator finds best
+    left -= left // 2
+    while left > 0 and best not in around:
+        before = len(chain.simulated)
+        expand([best])
+        again = _simulate_best(chain, around[best], left)
+        left -= max(1, len(chain.simulated) - before)
+        best = min(best, again, key=lambda candidate: chain.score(*candidate))
+    return best
+
+
+def _simulate_best(chain: Chain, candidates: Iterable[Candidate], most: float) -> Candidate:
+    """Simulate in the order of the bounds until none below the best found is left, or so many are done."""
+    best, score, done = None, None, 0
+    for candidate in sorted(dict.fromkeys(candidates), key=chain.bounded.get):
+        if score is not None and (chain.bounded[candidate][:2] >= score[:2] or done >= most):
+            break
+        done += candidate not in chain.simulated
+        found = chain.score(*candidate)
+        if score is None or found < score:
+            best, score = candidate, found
+    return best
+
+
+def _neighbours(chain: Chain, candidate: Candidate, move_cuts: bool, move_layers: bool) -> List[Candidate]:
+    cuts, chosen = candidate
+    found = [(other, chosen) for other in _moves(cuts)] if move_cuts else []
+    if move_layers:
+        found += [(cuts, level) for level in chain.recompute_at(cuts)]
+        found += [(cuts, chosen ^ {i}) for i in range(len(chain.profile.layers))]
+    return found
+
+
+def starts(chain: Chain, recompute: FrozenSet[int]) -> List[Cuts]:
+    """Chunks of equal length, of equal time, of equal memory, and between the last two."""
+    n, chunks, bounds = len(chain.profile.layers), chain.chunks, chain.bounds
+    mask = np.isin(np.arange(n), list(recompute))
+    seconds = bounds.forward_s + np.where(mask, bounds.recomputed_s, bounds.backward_s)
+    kept, states = np.where(mask, bounds.recomputed_kept, bounds.kept), bounds.parameters + bounds.trainable
+    live = np.mean([sum(bounds.most_live(r)) for r in range(chain.program.P)])
+    weights = [seconds, states, kept]
+    # what a rank holds of a layer, and how that and time are traded
+    held = live * kept + 2 * states
+    shares = [w / total for w in (seconds, held) if (total := w.sum()) > 0]
+    if len(shares) == 2:
+        weights += [(1 - j / 4) * shares[0] + j / 4 * shares[1] for j in range(1, 5)]
+    cuts = [partition_uniform(n, chunks)]
+    for weight in weights:
+        unit = max(weight.max(), 1e-30) / 1e6  # the weights must be whole numbers
+        cuts.append(partition_balanced([round(w / unit) for w in weight.tolist()], chunks))
+    return list(dict.fromkeys(map(tuple, cuts)))
+
+
+def _moves(cuts: Cuts) -> Iterator[Cuts]:
+    """Each cut by one to three layers, and runs of neighbouring cuts by one layer."""
+    last = len(cuts) - 1
+    for step in (1, -1, 2, -2, 3, -3):
+        for first in range(1, last):
+            for stop in range(first + 1, min(last, first + RUN) + 1 if abs(step) == 1 else first + 2):
+                if cuts[first - 1] < cuts[first] + step and cuts[stop - 1] + step < cuts[stop]:
+                    yield (*cuts[:first], *(cut + step for cut in cuts[first:stop]), *cuts[stop:])
 
 
 def check_memory(chain: Chain, cuts: Cuts, recompute: FrozenSet[int]) -> None:
@@ -259,96 +262,3 @@ def check_memory(chain: Chain, cuts: Cuts, recompute: FrozenSet[int]) -> None:
                             f"{limit / GIB:.4g} ({(peak - limit) / GIB:.4g} too little) with {len(recompute)} of "
                             f"{len(chain.profile.layers)} layers recomputed; use more pipeline ranks, smaller micro-batches, "
                             f"ds_fold.recompute \"auto\" or ZeRO")
-
-
-def best_recompute(chain: Chain, cuts: Sequence[int]) -> FrozenSet[int]:
-    """The set of layers to recompute that scores best under these cuts."""
-    levels = chain.recompute_at(cuts, chain.base_bytes(cuts))
-    return min(dict.fromkeys(levels), key=lambda chosen: chain.score(cuts, chosen))
-
-
-def best_cuts(chain: Chain, recompute: FrozenSet[int], begins: Sequence[Cuts], most_actions: int = MOST_ACTIONS) -> Cuts:
-    """The cuts that score best with these layers recomputed; ``begins`` are tried besides balanced ones."""
-    n, chunks = len(chain.profile.layers), chain.chunks
-    if comb(n - 1, chunks - 1) <= COMPLETE:
-        every = [(0, *inner, n) for inner in combinations(range(1, n), chunks - 1)]
-        bounds = sorted((chain.bound(cuts, recompute)[:2], cuts) for cuts in every)
-        best, score = None, None
-        for bound, cuts in bounds:
-            if score is not None and bound >= score[:2]:
-                break
-            found = chain.score(cuts, recompute)
-            if score is None or found < score:
-                best, score = cuts, found
-        return best
-    return _search_by_moves(chain, recompute, begins, most_actions)
-
-
-def _search_by_moves(chain: Chain, recompute: FrozenSet[int], begins: Sequence[Cuts], most_actions: int) -> Cuts:
-    candidates = [*begins, *climb(chain, recompute, [*begins, *starts(chain, recompute)])]
-    left = most_actions // max(1, chain.program.num_actions)
-
-    def spent() -> int:
-        return len(chain.simulated) - before
-
-    before = len(chain.simulated)
-    best = min(candidates, key=lambda cuts: chain.score(cuts, recompute))
-    score, moved = chain.score(best, recompute), True
-    while moved and spent() < left:
-        moved = False
-        neighbours = sorted((chain.bound(cuts, recompute)[:2], cuts) for cuts in _moves(best))
-        for bound, cuts in neighbours:
-            if bound >= score[:2] or spent() >= left:
-                break
-            found = chain.score(cuts, recompute)
-            if found < score:
-                best, score, moved = cuts, found, True
-                break
-    return best
-
-
-def climb(chain: Chain, recompute: FrozenSet[int], begins: Sequence[Cuts]) -> List[Cuts]:
-    """Where moves that lower the bound lead from each of ``begins``; best first, each once."""
-    ends = {}
-    for cuts in begins:
-        score, moved = _spread(chain, cuts, recompute), True
-        while moved:
-            moved = False
-            for other in _moves(cuts):
-                found = _spread(chain, other, recompute)
-                if found < score:
-                    cuts, score, moved = other, found, True
-        ends[cuts] = score
-    return sorted(ends, key=ends.get)
-
-
-def _spread(chain: Chain, cuts: Cuts, recompute: FrozenSet[int]) -> Tuple[float, ...]:
-    """The bound, and on a plateau of it the evenness of the chunks."""
-    forward, backward = chain._chunk_sums(cuts, recompute)[:2]
-    bound = chain.bound(cuts, recompute)
-    return bound.excess, bound.value, sum((f + b)**2 for f, b in zip(forward, backward))
-
-
-def starts(chain: Chain, recompute: FrozenSet[int]) -> List[Cuts]:
-    """Chunks of equal length, of equal time, and of equal memory."""
-    n, chunks = len(chain.profile.layers), chain.chunks
-    each = chain.profile.costs(range(n + 1), 1, recompute)
-    seconds = [f + b for f, b in zip(each.forward_s, each.backward_s)]
-    per_parameter, per_trainable = chain._static
-    held = [chain.program.M * kept + per_parameter * p + per_trainable * t
-            for kept, p, t in zip(each.activation_bytes, each.parameter_bytes, each.trainable_bytes)]
-    cuts = [partition_uniform(n, chunks)]
-    for weights in (seconds, held):
-        unit = max(max(weights), 1e-30) / 1e6  # the weights must be whole numbers
-        cuts.append(partition_balanced([round(weight / unit) for weight in weights], chunks))
-    return list(dict.fromkeys(map(tuple, cuts)))
-
-
-def _moves(cuts: Cuts) -> Iterator[Cuts]:
-    """Each cut by one or two layers, and runs of neighbouring cuts by one layer."""
-    last = len(cuts) - 1
-    for step in (1, -1, 2, -2):
-        for first in range(1, last):
-            for stop in range(first + 1, last + 1 if abs(step) == 1 else first + 2):
-                if cuts[first - 1] < cuts[first] + step and cuts[stop - 1] + step < cuts[stop]:
-                    yield (*cuts[:first], *(cut + step for cut in cuts[first:stop]), *cuts[stop:])
