@@ -198,12 +198,15 @@ class Bounds:
         delay = np.where(chunks.trainable_bytes > 0, self.fixed_s + chunks.trainable_bytes * self.per_byte_s, 0.0)
         step_s = profile.step_s_per_byte * chunks.trainable_bytes / (self.D if self.zero_stage else 1)
         rank_step_s = [step_s[r::P].sum(axis=0) for r in range(P)]
-        agreement_s, slowest_s = cluster.agreement_s(P * self.D), np.max(rank_step_s, axis=0)
+        agreement_s = cluster.agreement_s(P * self.D)
         # gathers of the step before: they were launched when their rank had stepped, and the slowest of all began this step
         bulk, gathered = np.zeros((P, count)), {}
         if self.zero_stage:
+            late_s = [rank_step_s[r] - sum(step_s[a.segment * P + r] for a in actions if a.op == STEP_SEGMENT)
+                      for r, actions in enumerate(self.program.ranks)]
+            slowest_s = np.max(late_s, axis=0)
             for r, actions in enumerate(self.program.ranks):
-                bulk[r] = rank_step_s[r] - slowest_s - agreement_s
+                bulk[r] = late_s[r] - slowest_s - agreement_s
                 for k in self._left_gathering(actions):
                     bulk[r] += wire[k * P + r]
                     gathered[r, k] = bulk[r] + delay[k * P + r]
