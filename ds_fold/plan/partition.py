@@ -116,7 +116,7 @@ class Chain:
         """Sets that bring every rank below levels of memory, from none to all layers that save anything.
 
         Within a rank, those layers come first that save most memory for their time, counted as often as their activations live at
-        once: so the last segment, whose backward follows at once, comes last.
+        once: so the last virtual stage, whose backward follows at once, comes last.
         """
         P, bounds = self.program.P, self.bounds
         saved, cost = bounds.kept - bounds.recomputed_kept, np.maximum(bounds.recomputed_s - bounds.backward_s, 1e-12)

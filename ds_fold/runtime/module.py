@@ -109,7 +109,7 @@ class PipelineModule(compat.PipelineModuleBase):
         """What the profile says is best, searched on rank 0 and told to the others, so that no file can divide them."""
         answer = [None]
         if self.global_rank == 0:
-            P, D, config = self.num_stages, self._grid.get_data_parallel_world_size(), self.ds_config
+            P, D, config = self.num_stages, self.grid.get_data_parallel_world_size(), self.ds_config
             zero, M = zero_stage_of(config), micro_batches_of(config, D)
 
             def same_model(profile):
