@@ -93,7 +93,8 @@ def _check(args) -> int:
     else:
         cuts, how = partition_uniform(args.layers, v * P), "uniform"
         if fold.partition not in (None, "uniform"):
-            how = f"uniform here; {fold.partition!r} needs the model"
+            asked, needs = (fold.objective, "profile: see simulate") if fold.objective else (fold.partition, "model")
+            how = f"uniform here; {asked!r} needs the {needs}"
     print(f"\nplacement ({how}):")
     for r in range(P):
         chunks = "  ".join(f"segment {k}: layers [{cuts[k * P + r]}, {cuts[k * P + r + 1]})" for k in range(v))

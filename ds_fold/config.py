@@ -2,11 +2,11 @@
 
 import difflib
 import os
-from typing import Any, Dict, FrozenSet, List, Optional, Union
+from typing import Any, Dict, FrozenSet, List, Literal, Optional, Union
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
@@ -25,6 +25,9 @@ from .schedule import (
 BLOCK = "ds_fold"
 #: steps of one recording
 MOST_STEPS = 1000
+#: what schedule "hippie" sets where the block does not (HIPPIE, TPDS 2023); and besides, where there is a profile
+HIPPIE = {"head_backward": "immediate", "overlap_grad_reduce": "layer", "overlap_param_gather": True}
+HIPPIE_PROFILED = {"partition": {"method": "memory_efficiency"}, "recompute": "auto"}
 
 
 class ConfigError(ValueError):
@@ -58,11 +61,26 @@ class TraceConfig(DeepSpeedConfigModel):
         return value
 
 
+class ObjectivePartition(DeepSpeedConfigModel):
+    """Cuts that are searched for."""
+
+    method: Literal["memory_efficiency", "throughput", "memory"]
+    """What is best: most samples/s per byte of the fullest rank (HIPPIE's ME), the shortest step, or the smallest peak memory."""
+
+    profile: Optional[str] = None
+    """Profile file, see docs/hippie.md. Default: ``ds_fold.profile``."""
+
+    cluster: Optional[str] = None
+    """Cluster file. Default: ``ds_fold.cluster``; without either, communication is free and memory has no limit."""
+
+
 class FoldConfig(DeepSpeedConfigModel):
     """The ``ds_fold`` block. Without it, the pipeline runs plain 1F1B."""
 
     schedule: Union[str, ScheduleFile] = "1f1b"
-    """"gpipe", "1f1b", "interleaved_1f1b", "aiao", or {"file": "my.csv"}."""
+    """"gpipe", "1f1b", "interleaved_1f1b", "aiao", {"file": "my.csv"}, or "hippie": 1F1B with last-stage scheduling and reductions
+    by layer, gathers overlapped, and with a profile the partition and the recomputed layers of best memory efficiency. Keys that
+    the block has win over what the preset sets."""
 
     segments: int = Field(1, ge=1, strict=True)
     """v: model chunks per pipeline rank. Virtual stage k*P + r lives on pipeline rank r."""
@@ -76,12 +94,19 @@ class FoldConfig(DeepSpeedConfigModel):
     head_backward: str = "scheduled"
     """"immediate": the last virtual stage's backward follows its forward at once, so that logits never pile up."""
 
-    partition: Optional[Union[str, List[int]]] = None
-    """"uniform", "parameters", "type:regex", or the list of v*P + 1 cuts [0, ..., layers]. Default: partition_method."""
+    partition: Optional[Union[str, List[int], ObjectivePartition]] = None
+    """"uniform", "parameters", "type:regex", the list of v*P + 1 cuts [0, ..., layers], or {"method": "memory_efficiency"} (or
+    "throughput", "memory"): the best cuts that a simulation of the whole step finds. Default: partition_method."""
 
     recompute: Union[str, List[int]] = "none"
-    """Layers whose forward runs again in their backward, so that only their inputs are kept: "none", "all", or a list of layer
-    indices."""
+    """Layers whose forward runs again in their backward, so that only their inputs are kept: "none", "all", a list of layer
+    indices, or "auto": those that are best for the partition's objective (else for "memory_efficiency") and fit into memory."""
+
+    profile: Optional[str] = None
+    """Profile file for an objective's partition and for recompute "auto"; relative to the working directory."""
+
+    cluster: Optional[str] = None
+    """Cluster file for the same."""
 
     data_check: bool = True
     """Before each batch all ranks agree that every data iterator has its micro-batches: data that end raise the same error
@@ -163,9 +188,9 @@ class FoldConfig(DeepSpeedConfigModel):
     @classmethod
     def _known_recompute(cls, value):
         if isinstance(value, str):
-            return _one_of(value, ("none", "all"))
+            return _one_of(value, ("none", "all", "auto"))
         if sorted(set(value)) != value or min(value, default=0) < 0:
-            raise ValueError(f"{value} must be ascending layer indices from 0, or \"none\" or \"all\"")
+            raise ValueError(f"{value} must be ascending layer indices from 0, or \"none\", \"all\" or \"auto\"")
         return value
 
     @field_validator("align_grad_reduce")
@@ -186,8 +211,48 @@ class FoldConfig(DeepSpeedConfigModel):
                              f"of them at the end; set overlap_grad_reduce: \"segment\", or optimizer_step: \"validated\"")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, block):
+        if not isinstance(block, dict) or block.get("schedule") != "hippie":
+            return block
+        partition = block.get("partition")
+        profiled = block.get("profile") or isinstance(partition, dict) and partition.get("profile")
+        return {**HIPPIE, **(HIPPIE_PROFILED if profiled else {}), **block}
+
+    @model_validator(mode="after")
+    def _has_a_profile(self):
+        if self.searches and self.profile_path is None:
+            what = "recompute 'auto'" if self.objective is None else f"partition {self.objective!r}"
+            raise ValueError(f"{what} needs to know what the layers take: set {BLOCK}.profile to a profile's file, or name "
+                             f"the {'layers' if self.objective is None else 'cuts'}")
+        return self
+
+    def __init__(self, **data):
+        super().__init__(strict=True, **data)  # DeepSpeed's models drop keys whose value is "auto"
+
+    @property
+    def objective(self) -> Optional[str]:
+        """Of a partition that is searched for."""
+        return self.partition.method if isinstance(self.partition, ObjectivePartition) else None
+
+    @property
+    def searches(self) -> bool:
+        """Whether cuts or recomputed layers follow from a profile."""
+        return self.objective is not None or self.recompute == "auto"
+
+    @property
+    def profile_path(self) -> Optional[str]:
+        """The partition's own, or the block's."""
+        return getattr(self.partition, "profile", None) or self.profile
+
+    @property
+    def cluster_path(self) -> Optional[str]:
+        """The partition's own, or the block's."""
+        return getattr(self.partition, "cluster", None) or self.cluster
+
     def recomputed(self, layers: int) -> FrozenSet[int]:
-        """Indices of the layers that ``recompute`` names."""
+        """Indices of the layers that ``recompute`` names; none where it is "auto"."""
         return frozenset(range(layers) if self.recompute == "all" else () if isinstance(self.recompute, str) else self.recompute)
 
     def needs_own_optimizer(self, zero_stage: int) -> bool:
@@ -312,6 +377,16 @@ def micro_batches_of(config: Dict[str, Any], data_parallel: Optional[int] = None
     return None if data_parallel is None else max(1, batch // (micro * data_parallel))
 
 
+def micro_batch_size_of(config: Dict[str, Any], data_parallel: int) -> Optional[int]:
+    """Samples of a micro-batch: ``train_micro_batch_size_per_gpu``, or train_batch_size / (M * D); None where the config has
+    neither."""
+    size, batch = (value if isinstance(value := config.get(key), int) else None
+                   for key in ("train_micro_batch_size_per_gpu", "train_batch_size"))
+    if size is None and batch is not None:
+        return batch // ((micro_batches_of(config, data_parallel) or 1) * data_parallel)
+    return size
+
+
 def zero_stage_of(config: Dict[str, Any]) -> int:
     """``zero_optimization.stage``, 0 where the config has none."""
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
@@ -330,16 +405,19 @@ def _did_you_mean(word: str, known) -> str:
 
 
 def _other_branch(error: Dict[str, Any]) -> bool:
-    """True for the complaint of a union's string form about a value that was clearly meant for the other form."""
-    return error["loc"][-1] == "str" and isinstance(error["input"], (dict, list))
+    """True for the complaint of one form of a union about a value that was clearly meant for another."""
+    form = error["loc"][-1] if error["loc"] else None
+    return (form == "str" and isinstance(error["input"], (dict, list)) or form == "list[int]" and isinstance(error["input"], dict)
+            or form in ("ScheduleFile", "ObjectivePartition") and not isinstance(error["input"], dict))
 
 
 def _explain(error: Dict[str, Any]) -> str:
     """One pydantic error as a line: the key, what was given, what is expected."""
-    where = [str(part) for part in error["loc"] if part not in ("str", "ScheduleFile", "list[int]")]
+    where = [str(part) for part in error["loc"] if part not in ("str", "ScheduleFile", "ObjectivePartition", "list[int]")]
     key = ".".join([BLOCK, *where])
     if error["type"] == "extra_forbidden":
-        known = list((TraceConfig if where[0] == "trace" and len(where) > 1 else FoldConfig).model_fields)
+        nested = {"trace": TraceConfig, "partition": ObjectivePartition}
+        known = list((nested.get(where[0], FoldConfig) if len(where) > 1 else FoldConfig).model_fields)
         return f"{key}: unknown key{_did_you_mean(where[-1], known)}; known keys are {', '.join(known)}"
     message = error["msg"].replace("Value error, ", "")
     given = "" if error["type"] in ("value_error", "missing") else f", got {error['input']!r}"

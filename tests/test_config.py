@@ -52,13 +52,36 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"overlap_grad_reduce": "layers"}, r"ds_fold\.overlap_grad_reduce: 'layers' is not one of 'off', 'segment', 'layer' \(did"),
     ({"comm_chunk_bytes": 100}, r"ds_fold\.comm_chunk_bytes: .*greater than or equal to 1024, got 100"),
     ({"comm_chunk_bytes": "4MB"}, r"ds_fold\.comm_chunk_bytes: .*got '4MB'"),
-    ({"recompute": "some"}, r"ds_fold\.recompute: 'some' is not one of 'none', 'all'"),
+    ({"recompute": "some"}, r"ds_fold\.recompute: 'some' is not one of 'none', 'all', 'auto'"),
     ({"recompute": [3, 1]}, r"ds_fold\.recompute: \[3, 1\] must be ascending layer indices"),
+    ({"recompute": "auto"}, r"recompute 'auto' needs to know what the layers take: set ds_fold\.profile"),
+    ({"partition": {"method": "speed"}}, r"^ds_fold\.partition\.method: input should be 'memory_efficiency', .*got 'speed'$"),
+    ({"partition": {"metod": "memory"}}, r"ds_fold\.partition\.metod: unknown key \(did you mean 'method'\?\); known keys are"),
+    ({"partition": {"method": "memory"}}, r"partition 'memory' needs to know what the layers take: set ds_fold\.profile"),
     (["aiao"], r"ds_fold must be an object"),
 ])
 def test_wrong_keys_types_and_values_are_one_message(block, message):
     with pytest.raises(ConfigError, match=message):
         fold_config({"ds_fold": block})
+
+
+def test_the_preset_hippie_sets_what_the_block_leaves_open():
+    keys = ("head_backward", "overlap_grad_reduce", "overlap_param_gather", "objective", "recompute")
+
+    def expanded(**block):
+        fold = fold_config({"ds_fold": {"schedule": "hippie", **block}})
+        return [getattr(fold, key) for key in keys]
+
+    assert expanded() == ["immediate", "layer", True, None, "none"]
+    assert expanded(profile="p.json") == ["immediate", "layer", True, "memory_efficiency", "auto"]
+    assert expanded(partition={"method": "memory", "profile": "p.json"}) == ["immediate", "layer", True, "memory", "auto"]
+    assert expanded(profile="p.json", overlap_grad_reduce="off", partition=[0, 1, 2], recompute="all",
+                    head_backward="scheduled", overlap_param_gather=False) == ["scheduled", "off", False, None, "all"]
+    with pytest.raises(ConfigError, match=r"schedule='hippie' has one chunk per pipeline rank, but ds_fold\.segments=2"):
+        fold_config({"ds_fold": {"schedule": "hippie", "segments": 2}}).check(2, 4, 8)
+    fold = fold_config({"ds_fold": {"schedule": "hippie"}})
+    plain = FoldConfig(schedule="1f1b", overlap_grad_reduce="layer", overlap_param_gather=True)
+    assert fold.train_program(4, 6, 1).format() == plain.train_program(4, 6, 1).format()
 
 
 def test_all_wrong_keys_are_named_at_once():

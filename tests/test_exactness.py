@@ -4,11 +4,17 @@ The grid is sampled so that each pair of option values meets at least once. What
 Bitwise where the order of sums is the same (no clipping, no weight shared within a rank), else within the stated tolerance.
 """
 
+import os
+import random
+
 import pytest
 import torch.distributed as dist
-from models import data, ds_config, largest_difference, train, train_alone
+from models import MICRO_BATCH, data, ds_config, largest_difference, train, train_alone
 from pairwise import pairwise
 from pool import RankPool
+
+from ds_fold.config import HIPPIE
+from ds_fold.plan import Profile
 
 LAYERS = 12
 STEPS = 5
@@ -17,13 +23,15 @@ GRID = {
     "layout": [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)],  # P x D
     "segments": [1, 2, 3],
     "micro_batches": [1, 2, 4, 8],
-    "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "aiao", "aiao_all_forward", "aiao_grouped"],
+    "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "aiao", "aiao_all_forward", "aiao_grouped", "hippie"],
     "zero": [0, 1, 2],
     "overlap": ["off", "reduce", "layer", "gather", "reduce_and_gather", "layer_and_gather"],
     "precision": ["fp32", "bf16", "bf16_accumulate_fp32", "fp16"],
     "clip": [0.0, 0.5],
     "tied": [False, True],
-    "checkpoint": ["none", "reentrant", "non_reentrant", "recompute_all", "recompute_some", "recompute_some_non_reentrant"],
+    "checkpoint": ["none", "reentrant", "non_reentrant", "recompute_all", "recompute_some", "recompute_some_non_reentrant",
+                   "recompute_auto"],
+    "partition": ["uniform", "throughput", "memory_efficiency"],
     "head_backward": ["scheduled", "immediate"],
     "receive_ahead": [1, 4],
     "label_transport": [False, True],
@@ -35,7 +43,7 @@ GRID = {
 
 def _possible(case) -> bool:
     schedule, (P, _) = case["schedule"], case["layout"]
-    if schedule in ("gpipe", "1f1b") and case["segments"] > 1:
+    if schedule in ("gpipe", "1f1b", "hippie") and case["segments"] > 1:
         return False
     if schedule == "aiao_grouped" and case["micro_batches"] < 2 * P:
         return False
@@ -55,6 +63,7 @@ def _id(case) -> str:
     P, D = case["layout"]
     words = [f"P{P}xD{D}", case["schedule"], f"v{case['segments']}", f"M{case['micro_batches']}", f"zero{case['zero']}",
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
+    words += [case["partition"]] * (case["partition"] != "uniform")
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
     words += ["post_validated"] * (case["optimizer_step"] == "post_validated")
     words += ["aligned"] * case["align"]
@@ -72,13 +81,33 @@ def fold_block(case, folder):
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
     if case["checkpoint"].startswith("recompute"):
-        block["recompute"] = "all" if case["checkpoint"] == "recompute_all" else [0, 3, 4, 6, 10]
+        block["recompute"] = {"recompute_all": "all", "recompute_auto": "auto"}.get(case["checkpoint"], [0, 3, 4, 6, 10])
+    if case["partition"] != "uniform":
+        block["partition"] = {"method": case["partition"]}
+    if case["partition"] != "uniform" or block.get("recompute") == "auto":
+        block["profile"] = write_profile(folder)
+    if schedule == "hippie":  # by itself where the case asks for what it sets
+        for key in [key for key, value in HIPPIE.items() if block[key] == value]:
+            del block[key]
+        if case["checkpoint"] in ("reentrant", "non_reentrant"):
+            block["recompute"] = "none"  # which the preset would set from the profile
     block["schedule"] = "aiao" if schedule.startswith("aiao") else schedule
     if schedule == "aiao_all_forward":
         block["last_segment"] = "all_forward"
     if schedule == "aiao_grouped":
         block["micro_batch_group"] = case["micro_batches"] // 2
     return block
+
+
+def write_profile(folder) -> str:
+    """A profile with which no two cuts are alike and some layers are worth recomputing."""
+    generator = random.Random(1)
+    layers = [{"forward_s": 0.001 * generator.random(), "backward_s": 0.002 * generator.random(), "parameter_bytes": 1e3,
+               "trainable_bytes": 1e3, "activation_bytes": 1e4 * generator.random(), "boundary_bytes": 100}
+              for _ in range(LAYERS)]
+    path = os.path.join(folder, f"profile{dist.get_rank()}.json")
+    Profile(layers=layers, micro_batch_size=MICRO_BATCH).save(path)
+    return path
 
 
 def run_case(case, folder):
@@ -107,7 +136,7 @@ def run_case(case, folder):
 def test_same_weights_as_stock_and_as_one_process(case, tmp_path):
     P, D = case["layout"]
     (difference, size), ours, stock, alone = RankPool.of(P * D).run(run_case, case, str(tmp_path))[0]
-    assert len(list(tmp_path.iterdir())) == P * D * case["trace"]
+    assert len(list(tmp_path.glob("rank*"))) == P * D * case["trace"]
     exact = case["clip"] == 0 and not case["tied"]
     fp32 = case["precision"] == "fp32"
     tolerance = 0.0 if exact else size * (1e-6 if fp32 else 4 * 2.0**-8)
@@ -124,10 +153,10 @@ def test_every_possible_pair_of_options_meets():
     met = {frozenset(((a, repr(case[a])), (b, repr(case[b])))) for case in CASES for a in GRID for b in GRID if a < b}
     pairs = [((a, repr(x)), (b, repr(y))) for a in GRID for b in GRID if a < b for x in GRID[a] for y in GRID[b]]
     unmet = {pair for pair in pairs if frozenset(pair) not in met}
-    # gpipe, 1f1b x v 2, 3 (4); immediate x interleaved, grouped (2);
+    # gpipe, 1f1b, hippie x v 2, 3 (6); immediate x interleaved, grouped (2);
     # grouped x M 1, and M < 2 P needs P <= 4: every layout meets it with M 8 (1); post_validated x overlap off, gather (2);
     # aligned x overlap off, layer, gather, layer_and_gather (4)
-    assert len(unmet) == 13, sorted(unmet)
+    assert len(unmet) == 15, sorted(unmet)
 
 
 def test_data_of_the_oracle_differ_between_replicas():

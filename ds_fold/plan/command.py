@@ -5,7 +5,8 @@ from typing import List
 
 from ..partition import PartitionError, cut_layers
 from .costs import Cluster, PlanError, Profile
-from .memory import States, describe_efficiency, half_precision
+from .memory import describe_efficiency
+from .placement import load_profile, place, simulation_options
 from .result import Result
 from .simulate import simulate
 
@@ -37,15 +38,17 @@ def run(args) -> int:
     from ..config import fold_config, load_config, micro_batches_of, zero_stage_of  # slow: loads DeepSpeed
     config = load_config(args.config)
     fold, zero = fold_config(config), zero_stage_of(config)
-    cluster, profile = Cluster.load(args.cluster), _profile(args)
+    cluster, profile = Cluster.load(args.cluster), _profile(args, fold)
     P, D, M = args.pp, args.dp, args.micro_batches or micro_batches_of(config, args.dp)
     fold.check(P, M, len(profile.layers))
     n = len(profile.layers)
-    costs = profile.costs(_cuts(fold, profile, P), P, range(n) if args.recompute else fold.recomputed(n))
+    options = {**simulation_options(config, fold, zero, D), "priority": args.priority}
+    cuts, recompute = None if fold.objective else _cuts(fold, profile, P), fold.recomputed(n)
+    if fold.searches:
+        cuts, recompute, summary = place(fold, profile, cluster, P, M, zero, options, cuts, args.recompute)
+        print(f"placement {cuts} {summary}\n")
+    costs = profile.costs(cuts, P, range(n) if args.recompute else recompute)
     program = fold.train_program(P, M, zero)
-    own = fold.owns_optimizer(zero, half_precision(config) is not None)
-    options = {"D": D, "zero_stage": zero, "priority": args.priority, "stock_optimizer": not own,
-               "by_layer": fold.overlap_grad_reduce == "layer", "states": States.of_config(config, zero, D, own)}
     result = simulate(program, costs, cluster, **options)
     alone = simulate(program, costs, cluster, **options, data_parallel=False) if D > 1 else result
     title = f"{fold.schedule if fold.preset else fold.schedule.file}, P={P} v={fold.segments} M={M} D={D} ZeRO-{zero}"
@@ -58,12 +61,14 @@ def run(args) -> int:
     return 0
 
 
-def _profile(args) -> Profile:
+def _profile(args, fold) -> Profile:
     given = {name: getattr(args, name) for name in _LAYERS if getattr(args, name) is not None}
     if args.profile:
         if given:
             raise PlanError(f"--{next(iter(given)).replace('_', '-')} cannot be combined with --profile; change the profile")
         return Profile.load(args.profile)
+    if not given and fold.profile_path:
+        return load_profile(fold)
     if args.layers is None or args.forward_ms is None:
         raise PlanError("give --profile, or equal layers by --layers and --forward-ms")
     negative = [name for name, value in given.items() if value < 0]

@@ -59,6 +59,12 @@ class States(NamedTuple):
     lifetime: Literal["always", "batch", "reduction"] = "always"
 
     @classmethod
+    def usual(cls, optimizer_bytes_per_byte: float, D: int, zero_stage: int) -> "States":
+        """Gradients as large as parameters, and a profile's optimizer state, a D-th of it with ZeRO."""
+        return cls(1.0, optimizer_bytes_per_byte / (D if zero_stage else 1), reducing=float(zero_stage == 2),
+                   lifetime="reduction" if zero_stage == 2 else "always")
+
+    @classmethod
     def of_config(cls, config: Dict[str, Any], zero_stage: int, D: int, owned: bool) -> "States":
         """As a ds_config has them.
 

@@ -85,8 +85,7 @@ class Result:
     def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record],
                  states: Optional[States] = None):
         self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
-        self.states = states or States(1.0, costs.optimizer_bytes_per_byte / (D if zero_stage else 1),
-                                       reducing=float(zero_stage == 2), lifetime="reduction" if zero_stage == 2 else "always")
+        self.states = states or States.usual(costs.optimizer_bytes_per_byte, D, zero_stage)
         self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
 
     @property

@@ -40,7 +40,7 @@ class PipelineEngine(Interpreter):
         super().__init__(*args, **kwargs)
         if not isinstance(self.module, PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
-        for key in ("segments", "partition", "recompute"):
+        for key in ("segments", "partition", "recompute", "profile", "cluster"):
             mine, others = getattr(self.fold, key), getattr(self.module.fold, key)
             if mine != others:
                 raise ConfigError(f"the module was built for ds_fold.{key}={others}, but the engine's config says {key}={mine}; "

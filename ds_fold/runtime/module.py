@@ -4,12 +4,16 @@ from functools import partial
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
 from .. import compat
-from ..config import ConfigError, fold_config, load_config, micro_batches_of
+from ..config import ConfigError, fold_config, load_config, micro_batch_size_of, micro_batches_of, zero_stage_of
 from ..partition import PartitionError, cut_layers
+from ..plan.costs import PlanError
+from ..plan.placement import load_cluster, load_profile, place, simulation_options
+from ..schedule import ScheduleError
 
 
 class PipelineModule(compat.PipelineModuleBase):
@@ -46,8 +50,10 @@ class PipelineModule(compat.PipelineModuleBase):
         object.__setattr__(self, "ds_config", ds_config)
         #: global indices of the layers that are recomputed
         object.__setattr__(self, "recomputed", fold.recomputed(len(layers)))
-        interval = (ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0
-        self.check_recompute(max(interval, kwargs.get("activation_checkpoint_interval") or 0))
+        interval = max((ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0,
+                       kwargs.get("activation_checkpoint_interval") or 0)
+        self.check_recompute(interval)
+        object.__setattr__(self, "_recomputes_by_interval", interval > 0)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
         #: called before anything outside of a batch reads or sets parameters; an engine waits here for those that are in flight
         self.before_read = None
@@ -70,7 +76,7 @@ class PipelineModule(compat.PipelineModuleBase):
         """Refuse to recompute both every ``interval`` layers and those that ``recompute`` names. Raises ConfigError."""
         if interval > 0 and self.fold.recompute != "none":
             raise ConfigError(f"ds_fold.recompute={self.fold.recompute!r} names the layers that are recomputed, but so does "
-                              f"activation_checkpoint_interval={interval}; remove one of them")
+                              f"activation_checkpoint_interval={interval}; remove one of them, or set recompute: \"none\"")
 
     # placement ------------------------------------------------------------------------------------------------------------
 
@@ -84,16 +90,46 @@ class PipelineModule(compat.PipelineModuleBase):
         chunks = self.num_segments * self.num_stages
         self.fold.check(self.num_stages, layers=len(self.layer_specs))
         method = method if self.fold.partition is None else self.fold.partition
-        try:
-            cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
-        except PartitionError as error:
-            raise ConfigError(str(error)) from None
+        cuts, summary = None, ""
+        if self.fold.objective is None:
+            try:
+                cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
+            except PartitionError as error:
+                raise ConfigError(str(error)) from None
+        if self.fold.searches:
+            cuts, self.recomputed, summary = self._search_placement(cuts)
         if self.global_rank == 0:
+            if summary:
+                print(f"placement {summary}")
             for s in range(chunks):
                 names = ", ".join(layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
                 print(f"virtual stage {s:2d} = segment {s // self.num_stages} on pipeline rank {s % self.num_stages}: "
                       f"layers [{cuts[s]}, {cuts[s + 1]}) {names}")
         return cuts
+
+    def _search_placement(self, cuts: Optional[List[int]]):
+        """What the profile says is best, searched on rank 0 and told to the others, so that no file can divide them."""
+        answer = [None]
+        if self.global_rank == 0:
+            P, D, config = self.num_stages, self.grid.get_data_parallel_world_size(), self.ds_config
+            zero, M = zero_stage_of(config), micro_batches_of(config, D)
+
+            def same_model(profile):
+                profile.check_model([layer_name(spec) for spec in self.layer_specs], self.count_parameters())
+
+            try:
+                profile = load_profile(self.fold, same_model, micro_batch_size_of(config, D))
+                answer = [place(self.fold, profile, load_cluster(self.fold, P * D), P, M, zero,
+                                simulation_options(config, self.fold, zero, D), cuts, self._recomputes_by_interval)]
+            except (PlanError, ScheduleError) as error:
+                answer = [f"ds_fold.partition and recompute: {error}"]
+            except Exception as error:  # the others wait
+                answer = [f"the search for a placement failed: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(answer, 0, group=self.world_group)
+        if isinstance(answer[0], str):
+            raise ConfigError(answer[0])
+        recomputed = frozenset() if self._recomputes_by_interval else answer[0].recomputed
+        return answer[0].cuts, recomputed, answer[0].summary
 
     def _layers_match(self, regex: str) -> List[bool]:
         matching = set(self.layers_of_type(regex))

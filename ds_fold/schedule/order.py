@@ -59,6 +59,7 @@ def _warm_up_all(P: int, v: int, N: int, r: int) -> int:
 PRESETS: Dict[str, Preset] = {
     "gpipe": Preset(False, lambda P, M: M, _warm_up_all, "all forwards, then all backwards"),
     "1f1b": Preset(False, lambda P, M: M, _warm_up_1f1b, "one forward, one backward; one chunk per rank"),
+    "hippie": Preset(False, lambda P, M: M, _warm_up_1f1b, "1f1b; a ds_config's other keys follow HIPPIE, see FoldConfig"),
     "interleaved_1f1b": Preset(True, lambda P, M: P, _warm_up_1f1b, "P micro-batches per segment in turn"),
     "aiao": Preset(True, lambda P, M: M, _warm_up_1f1b, "all micro-batches per segment; 1F1B in the last segment"),
     "aiao_all_forward": Preset(True, lambda P, M: M, _warm_up_all, "all micro-batches per segment; all forwards first"),

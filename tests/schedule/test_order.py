@@ -81,7 +81,7 @@ def test_every_accepted_combination_is_proved_and_reaches_the_closed_form():
         if M >= P:
             assert makespan(program, 1 / v, 2 / v) == pytest.approx(3 * M + 3 * (P - 1) / v), (schedule, P, v, M, group)
         checked += 1
-    assert checked == 6504
+    assert checked == 6696
 
 
 def test_immediate_head_backward_is_proved_or_refused_with_the_remedy():

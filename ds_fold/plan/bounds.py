@@ -1,0 +1,296 @@
+"""How good cuts and recomputed layers can be at most, for many candidates at once: one replay of the program on vectors.
+
+Peaks of memory depend on the order of a rank's actions alone, so they are exact. The step is the one of the simulator, but every
+transfer has its link to itself and leaves as soon as it is sent: all that contention and late receives could do is delay it.
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from ..schedule.actions import (
+    GATHER,
+    REDUCE,
+    REDUCE_TIED,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    STEP_SEGMENT,
+    WAIT_GATHER,
+    WAIT_RECV_ACT,
+    WAIT_RECV_GRAD,
+    WAIT_REDUCE,
+    B,
+    F,
+    Program,
+)
+from .costs import Cluster, Costs, Profile
+from .memory import States, held
+
+_REPLAYED = frozenset((F, B, SEND_ACT, SEND_GRAD, WAIT_RECV_ACT, WAIT_RECV_GRAD, REDUCE, WAIT_REDUCE, REDUCE_TIED, STEP,
+                       STEP_SEGMENT, GATHER, WAIT_GATHER))
+
+
+class Chunks(NamedTuple):
+    """Per virtual stage (first axis) and candidate (second axis): what :class:`~ds_fold.plan.costs.Costs` has of each chunk."""
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    boundary_bytes: np.ndarray
+    activation_bytes: np.ndarray
+    parameter_bytes: np.ndarray
+    trainable_bytes: np.ndarray
+    recompute_bytes: np.ndarray
+
+
+class Bounds:
+    """Of one program and profile.
+
+    Args:
+        program, profile, cluster, D, zero_stage, options: as :func:`~ds_fold.plan.simulate.simulate` takes them.
+    """
+
+    def __init__(self, program: Program, profile: Profile, cluster: Cluster, D: int, zero_stage: int, stock_optimizer: bool = False,
+                 by_layer: bool = False, data_parallel: bool = True, states: Optional[States] = None, priority: bool = False):
+        self.program, self.profile, self.cluster, self.D, self.zero_stage = program, profile, cluster, D, zero_stage
+        self.by_layer, n = by_layer, len(profile.layers)
+        plain, every = profile.costs(range(n + 1), 1), profile.costs(range(n + 1), 1, range(n))
+        #: by layer, the head apart
+        head = profile.head
+        self.forward_s = np.array([layer.forward_s for layer in profile.layers])
+        self.backward_s = np.array([layer.backward_s for layer in profile.layers])
+        self.kept = np.array([layer.activation_bytes for layer in profile.layers])
+        self.recomputed_s = np.array(every.backward_s) - np.eye(1, n, n - 1)[0] * head.backward_s
+        self.recomputed_kept = np.array(every.activation_bytes) - np.eye(1, n, n - 1)[0] * head.activation_bytes
+        self.boundary, self.parameters, self.trainable = (np.array(column) for column in (
+            plain.boundary_bytes, plain.parameter_bytes, plain.trainable_bytes))
+        # a transfer of S bytes among replicas: seconds a byte on the wire, then a delay of fixed_s + S per_byte_s
+        one, two = cluster.exchange(1.0, D), cluster.exchange(2.0, D)
+        shared = min(D, cluster.ranks_per_host)
+        local = 1 < D <= cluster.ranks_per_host
+        on_card = one.bytes / (shared if shared < D else 1)
+        moves = float(data_parallel and D > 1)
+        self.wire = moves * on_card / (cluster.intra_host.rate if local else cluster.inter_host.rate / shared)
+        self.per_byte_s = moves * (two.delay_s - one.delay_s)
+        self.fixed_s = moves * (2 * one.delay_s - two.delay_s)
+        self.times = 2 if zero_stage == 0 or stock_optimizer else 1
+        self._forms = self._memory_forms(states)
+        self._replayed = self._order()
+
+    def __call__(self, cuts: np.ndarray, recompute: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+        """Lower bounds of the step in s, and peak bytes of each rank (last axis), per candidate.
+
+        Args:
+            cuts: candidates x (v*P + 1).
+            recompute: candidates x layers, bool.
+        """
+        kept = _running(np.where(recompute, self.recomputed_kept, self.kept))
+        backward = _running(np.where(recompute, self.recomputed_s, self.backward_s))
+        chunks = self._chunks(cuts, kept, backward)
+        return self._step(chunks, cuts, backward), self._peaks(chunks)
+
+    def most_live(self, r: int) -> List[float]:
+        """By segment, how many micro-batches' activations rank r holds at most."""
+        S = self.program.P * self.program.v
+        return self._forms[r][1][:, S + r:2 * S:self.program.P].max(axis=0).tolist()
+
+    def _chunks(self, cuts: np.ndarray, kept: np.ndarray, backward: np.ndarray) -> Chunks:
+        rows = np.arange(len(cuts))[:, None]
+        first, last = cuts[:, :-1], cuts[:, 1:]
+
+        def sums(running):
+            of = running[rows, cuts] if running.ndim == 2 else running[cuts]
+            return np.ascontiguousarray((of[:, 1:] - of[:, :-1]).T)
+
+        # most of what lives while a chunk recomputes: what is still kept before a layer, and the whole of it
+        n = kept.shape[1] - 1
+        whole = (kept[:, :-1] + self.kept).ravel()
+        most = np.maximum.reduceat(whole, (rows * n + first).ravel()).reshape(first.shape)
+        head, overhead = self.profile.head, self.profile.overhead_s
+        chunks = Chunks(sums(_running(self.forward_s)) + overhead, sums(backward) + overhead,
+                        np.ascontiguousarray(self.boundary[last - 1].T), sums(kept), sums(_running(self.parameters)),
+                        sums(_running(self.trainable)), np.ascontiguousarray((most - kept[rows, last]).T))
+        chunks.forward_s[-1] += head.forward_s
+        chunks.backward_s[-1] += head.backward_s
+        chunks.activation_bytes[-1] += head.activation_bytes
+        return chunks
+
+    # memory ---------------------------------------------------------------------------------------------------------------
+
+    def _memory_forms(self, states: Optional[States]) -> List[Tuple[np.ndarray, np.ndarray]]:
+        """Per rank, (offset, coefficients) of what it holds at its fullest moments, linear in its chunks' five sizes."""
+        P, S = self.program.P, self.program.P * self.program.v
+        unit = np.eye(5 * S)
+        column = [list(unit[i * S:(i + 1) * S]) for i in range(5)]
+        costs = Costs(P, [0.0] * S, [0.0] * S, column[0], column[1], column[2], column[3], [], np.zeros(5 * S),
+                      optimizer_bytes_per_byte=self.profile.optimizer_bytes_per_byte, recompute_bytes=column[4])
+        states = states or States.usual(costs.optimizer_bytes_per_byte, self.D, self.zero_stage)
+        forms = []
+        for r, actions in enumerate(self.program.ranks):
+            never = [0.0] * len(actions)
+            moments = np.unique([now.copy() for _, now in held(costs, states, r, actions, never, never)], axis=0)
+            # only those that no other covers, whatever the sizes: all are >= 0, but for what recomputing holds more
+            signed = np.concatenate((moments, -moments[:, 4 * S:]), axis=1)
+            fullest: List[np.ndarray] = []
+            for moment in signed[np.argsort(-moments.sum(axis=1), kind="stable")]:
+                if not fullest or not (np.array(fullest) >= moment).all(axis=1).any():
+                    fullest.append(moment)
+            tied = self.profile.tied_bytes if P == 1 else 0.0
+            always = next(now for _, now in held(costs, states, r, (), (), ()))
+            # what rank 0 of one holds of a byte of parameters and of trainable ones: tied weights are there once
+            offset = -tied * (always[2 * S] + always[3 * S])
+            forms.append((offset, np.array(fullest)[:, :5 * S]))
+        return forms
+
+    def _peaks(self, chunks: Chunks) -> np.ndarray:
+        sizes = np.concatenate((chunks.boundary_bytes, chunks.activation_bytes, chunks.parameter_bytes, chunks.trainable_bytes,
+                                chunks.recompute_bytes))
+        return np.stack([offset + (form @ sizes).max(axis=0) for offset, form in self._forms], axis=1)
+
+    # time -----------------------------------------------------------------------------------------------------------------
+
+    def _order(self) -> List[Tuple[str, int, int]]:
+        """(op, rank, segment) of all ranks in an order in which nothing waits for what comes later."""
+        P, ranks = self.program.P, self.program.ranks
+        at, found = [0] * P, []
+        sent: Dict[Tuple[int, str], int] = {}
+        met = {REDUCE_TIED: 0, STEP: 0}
+        arrived = [set() for _ in range(P)]
+        peer = {WAIT_RECV_ACT: (SEND_ACT, -1), WAIT_RECV_GRAD: (SEND_GRAD, 1)}
+        moved = True
+        while moved:
+            moved = False
+            for r, actions in enumerate(ranks):
+                while at[r] < len(actions):
+                    op, k, _ = actions[at[r]]
+                    if op in peer:
+                        source, step = peer[op]
+                        channel = ((r + step) % P, source)
+                        if not sent.get(channel):
+                            break
+                        sent[channel] -= 1
+                    elif op in (SEND_ACT, SEND_GRAD):
+                        sent[r, op] = sent.get((r, op), 0) + 1
+                    elif op in met:
+                        if op not in arrived[r]:
+                            arrived[r].add(op)
+                            met[op] += 1
+                            moved = True
+                        if met[op] < P:
+                            break
+                    if op in _REPLAYED:
+                        found.append((op, r, k))
+                    at[r] += 1
+                    moved = True
+        return found
+
+    def _step(self, chunks: Chunks, cuts: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        P, profile, overhead = self.program.P, self.profile, self.profile.overhead_s
+        count, cluster = len(cuts), self.cluster
+        links = {}
+        for r in range(P if P > 1 else 0):
+            for step in (1, -1):
+                same = cluster.host(r, self.D) == cluster.host((r + step) % P, self.D)
+                link = cluster.intra_host if same else cluster.inter_host
+                shared = 1 if same else min(self.D, cluster.ranks_per_host)
+                links[r, step] = shared / link.rate, link.latency_s
+        clock = np.zeros((P, count))
+        wire = chunks.trainable_bytes * self.wire
+        delay = np.where(chunks.trainable_bytes > 0, self.fixed_s + chunks.trainable_bytes * self.per_byte_s, 0.0)
+        step_s = profile.step_s_per_byte * chunks.trainable_bytes / (self.D if self.zero_stage else 1)
+        rank_step_s = [step_s[r::P].sum(axis=0) for r in range(P)]
+        agreement_s = cluster.agreement_s(P * self.D)
+        # gathers of the step before: they were launched when their rank had stepped, and the slowest of all began this step
+        bulk, gathered = np.zeros((P, count)), {}
+        if self.zero_stage:
+            late_s = [rank_step_s[r] - sum(step_s[a.segment * P + r] for a in actions if a.op == STEP_SEGMENT)
+                      for r, actions in enumerate(self.program.ranks)]
+            slowest_s = np.max(late_s, axis=0)
+            for r, actions in enumerate(self.program.ranks):
+                bulk[r] = late_s[r] - slowest_s - agreement_s
+                for k in self._left_gathering(actions):
+                    bulk[r] += wire[k * P + r]
+                    gathered[r, k] = bulk[r] + delay[k * P + r]
+            np.maximum(bulk, 0.0, out=bulk)
+        free: Dict[Tuple[int, str], Any] = {}
+        arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {(r, op): [] for r in range(P) for op in (SEND_ACT, SEND_GRAD)}
+        taken = dict.fromkeys(arrivals, 0)
+        reduced, stepped = {}, [0.0] * P
+        backward_end = [None] * P
+        agreed: Optional[np.ndarray] = None
+        tied: Optional[np.ndarray] = None
+        for op, r, k in self._replayed:
+            now, s = clock[r], k * P + r
+            if op == F:
+                now += chunks.forward_s[s]
+            elif op == B:
+                now += chunks.backward_s[s]
+                backward_end[r] = now.copy() if self.by_layer and k == 0 else None
+            elif op in (SEND_ACT, SEND_GRAD):
+                if overhead:
+                    now += overhead
+                per_byte, latency_s = links[r, 1 if op == SEND_ACT else -1]
+                end = np.maximum(now, free.get((r, op), 0.0))
+                end += chunks.boundary_bytes[s if op == SEND_ACT else s - 1] * per_byte
+                free[r, op] = end
+                arrivals[r, op].append(end + latency_s)
+            elif op in (WAIT_RECV_ACT, WAIT_RECV_GRAD):
+                channel = ((r - 1) % P, SEND_ACT) if op == WAIT_RECV_ACT else ((r + 1) % P, SEND_GRAD)
+                np.maximum(now, arrivals[channel][taken[channel]], out=now)
+                taken[channel] += 1
+                if overhead:
+                    now += overhead
+            elif op == REDUCE:
+                if self.by_layer and k == 0:
+                    end = backward_end[r] + self._last_layer(chunks, cuts, backward, r) * self.times
+                    reduced[r, k] = np.maximum(end, bulk[r] + self.times * wire[s])
+                    bulk[r] = reduced[r, k]
+                else:
+                    bulk[r] = np.maximum(bulk[r], now) + self.times * wire[s]
+                    reduced[r, k] = bulk[r] + self.times * delay[s]
+            elif op == WAIT_REDUCE:
+                np.maximum(now, reduced[r, k], out=now)
+            elif op == REDUCE_TIED:
+                if r in (0, P - 1) and P > 1 and profile.tied_bytes:
+                    if tied is None:  # both have come here before either goes on
+                        per_byte, latency_s = links[0, -1]
+                        tied = np.maximum(clock[0], clock[P - 1]) + profile.tied_bytes * per_byte + 2 * latency_s
+                    np.maximum(now, tied, out=now)
+            elif op == STEP:
+                if agreed is None:
+                    agreed = clock.max(axis=0) + agreement_s
+                clock[r] = agreed + rank_step_s[r] - stepped[r]
+            elif op == STEP_SEGMENT:
+                now += step_s[s]
+                stepped[r] = stepped[r] + step_s[s]
+            elif op == GATHER and self.zero_stage:
+                bulk[r] = np.maximum(bulk[r], now) + wire[s]
+                gathered[r, k] = bulk[r] + delay[s]
+            elif op == WAIT_GATHER and (r, k) in gathered:
+                np.maximum(now, gathered[r, k], out=now)
+        return clock.max(axis=0) + agreement_s
+
+    @staticmethod
+    def _left_gathering(actions) -> List[int]:
+        """Segments whose gather is launched after the step and waited for in the next one."""
+        after = actions[actions.index((STEP, -1, -1)):]
+        return [a.segment for a in after if a.op == GATHER and (WAIT_GATHER, a.segment, -1) not in after]
+
+    def _last_layer(self, chunks: Chunks, cuts: np.ndarray, backward: np.ndarray, r: int) -> np.ndarray:
+        """Seconds from the end of segment 0's last backward to the end of its reduction by layers, at least."""
+        first, last = cuts[:, r], cuts[:, r + 1]
+        rows = np.arange(len(cuts))
+        wire = _running(self.trainable) * self.wire
+        # a layer leaves when the layers below it have their backwards to do; after it leave those
+        latest = np.zeros(len(cuts))
+        for i in range(int(first.min()), int(last.max())):
+            inside = (first <= i) & (i < last)
+            lead = (backward[rows, i] - backward[rows, first]) / self.times
+            latest = np.where(inside, np.maximum(latest, wire[i + 1] - wire[first] - lead), latest)
+        return latest
+
+
+def _running(values: np.ndarray) -> np.ndarray:
+    """Sums of the first i values along the last axis, from i = 0."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
