@@ -29,6 +29,7 @@ GRID = {
     "label_transport": [False, True],
     "trace": [False, True],
     "optimizer_step": ["validated", "post_validated"],
+    "debug": [False, True],
 }
 
 
@@ -54,7 +55,7 @@ def _id(case) -> str:
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
     words += ["post_validated"] * (case["optimizer_step"] == "post_validated")
-    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"]
+    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"] + ["debug"] * case["debug"]
     words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
 
@@ -62,7 +63,7 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"],
-                                         "optimizer_step": case["optimizer_step"]}
+                                         "optimizer_step": case["optimizer_step"], "debug": case["debug"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
