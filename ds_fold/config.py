@@ -158,6 +158,10 @@ class FoldConfig(DeepSpeedConfigModel):
     receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
     """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
 
+    debug: bool = False
+    """Find faults of overlapped communication: memory that must not be read is NaN, what is in flight must not be written, replicas
+    compare what they launch, and a batch must leave nothing behind. The numbers are the same; see docs/debugging.md."""
+
     trace: TraceConfig = TraceConfig()
     """Record what ran when: {"enabled": true, "steps": [3, 6], "path": "traces"}."""
 

@@ -38,6 +38,7 @@ GRID = {
     "trace": [False, True],
     "optimizer_step": ["validated", "post_validated"],
     "align": [False, True],
+    "debug": [False, True],
 }
 
 
@@ -67,7 +68,7 @@ def _id(case) -> str:
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
     words += ["post_validated"] * (case["optimizer_step"] == "post_validated")
     words += ["aligned"] * case["align"]
-    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"]
+    words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"] + ["debug"] * case["debug"]
     words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
 
@@ -75,7 +76,7 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"],
-                                         "optimizer_step": case["optimizer_step"]}
+                                         "optimizer_step": case["optimizer_step"], "debug": case["debug"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
     block["align_grad_reduce"] = case["align"]
     block["overlap_param_gather"] = "gather" in case["overlap"]

@@ -232,6 +232,10 @@ class Channel:
             work.wait()
         return (receive.tensors if receive.spec.is_tuple else receive.tensors[0]), receive.spec
 
+    def _buffer(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
     def _start_receives(self) -> None:
         # messages of a channel are ordered: nothing may be posted behind one whose form is unknown
         for receive in self._receiving:
@@ -244,5 +248,5 @@ class Channel:
                 return
             if not receive.started:
                 receive.started = True
-                receive.tensors = tuple(torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in receive.spec.tensors)
+                receive.tensors = tuple(map(self._buffer, receive.spec.tensors))
                 receive.works = [self.group.recv([_wire(t)], self._peer, 0) for t in receive.tensors if t.numel()]

@@ -36,9 +36,22 @@ class Pending:
             work.wait()
         return self._finish()
 
+    def checked(self, check: Callable[[], None]) -> "Pending":
+        """This transfer, with a call of ``check`` between its end and its result."""
+        finish = self._finish
+        self._finish = lambda: (check(), finish())[1]
+        return self
 
-def duplicate_group(group: Optional[dist.ProcessGroup]):
-    """A new process group of the same ranks as ``group`` (None: all ranks), with traffic of its own.
+    @torch.no_grad()
+    def lands_in(self, target: torch.Tensor) -> "Pending":
+        """This transfer, with its result copied to ``target``, which becomes the result."""
+        finish = self._finish
+        self._finish = lambda: target.copy_(finish())
+        return self
+
+
+def duplicate_group(group: Optional[dist.ProcessGroup], backend: Optional[str] = None):
+    """A new process group of the same ranks as ``group`` (None: all ranks), with traffic of its own; default: of its backend.
 
     All ranks of the job must call it together, each with its own group; groups that differ must be disjoint.
     """
@@ -47,7 +60,7 @@ def duplicate_group(group: Optional[dist.ProcessGroup]):
     dist.all_gather_object(everyone, mine)
     own = None
     for ranks in sorted(set(map(tuple, everyone))):  # all ranks create all groups, in one order
-        created = dist.new_group(list(ranks), backend=dist.get_backend(group))
+        created = dist.new_group(list(ranks), backend=backend or dist.get_backend(group))
         if dist.get_rank() in ranks:
             own = created
     return own
@@ -89,10 +102,10 @@ class Replicas:
             return Pending([], lambda: flat)
         own = self.part(flat)
         if not self.pairwise:  # not run on the machine this was written on
-            result = torch.empty_like(own)
+            result = self._landing(own)
             work = dist.reduce_scatter_tensor(result, flat, group=self._group, async_op=True)
             return Pending([work], lambda: result)
-        terms = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        terms = [own if rank == self.rank else self._landing(own) for rank in range(self.size)]
         works = self._exchange(lambda peer: self.part(flat, peer), lambda peer: terms[peer])
 
         def add_up():
@@ -121,6 +134,10 @@ class Replicas:
             dist.all_reduce(piece, group=self._group, async_op=True) for piece in self._chunks(flat)
         ]
         return Pending(works, lambda: flat)
+
+    def _landing(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer to receive into."""
+        return torch.empty_like(like)
 
     def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         return flat.split(max(1, self.chunk_bytes // flat.element_size()))

@@ -20,6 +20,7 @@ from ..trace.recorder import Recorder
 from . import checkpoint, losses
 from .channels import Channel
 from .data import BatchQueue, EpochLoader, check_item
+from .debug import CheckedChannel, DebugOptimizer, check_nothing_left
 from .early_step import why_not_in_pieces
 from .instructions import ProgramSchedule
 from .interpreter import Interpreter
@@ -57,6 +58,8 @@ class PipelineEngine(Interpreter):
             self.module.before_read = self._sharded.flush
             if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather:
                 self.module.before_layer = self._sharded.wait_layer
+        if isinstance(self._sharded, DebugOptimizer):
+            self._sharded.guard(self.module)
         self._backwards: Dict[int, int] = {}  # segment -> backwards that have begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
@@ -65,10 +68,10 @@ class PipelineEngine(Interpreter):
         for k, s in enumerate(range(self.stage_id + 1, v * P, P)):
             self._edges[s] += f" ({self.module.describe_last_layer(k)})"
         # small agreements between all ranks, on the CPU whatever the device
-        control = self._new_group(None, backend="gloo") if dist.get_world_size() > 1 else None
-        self._batches = BatchQueue(control if self.fold.data_check else None)
+        self._control = self._new_group(None, backend="gloo") if dist.get_world_size() > 1 else None
+        self._batches = BatchQueue(self._control if self.fold.data_check else None)
         if self.fold.trace.enabled:
-            self._recorder = Recorder(self, control)
+            self._recorder = Recorder(self, self._control)
         self._labels_travel = self.fold.label_transport and P > 1
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
@@ -81,7 +84,7 @@ class PipelineEngine(Interpreter):
     def _open_channels(self) -> None:
         """One process group per directed use of an edge. All ranks create all groups, in one order."""
         self._act_in = self._act_out = self._grad_in = self._grad_out = None
-        P = self.num_stages
+        P, kind = self.num_stages, CheckedChannel if self.fold.debug else Channel
         if P == 1:
             return
         edges = P if self.fold.segments > 1 else P - 1  # the last edge is the wrap-around
@@ -93,7 +96,7 @@ class PipelineEngine(Interpreter):
                     if self.global_rank not in ends:
                         continue
                     peer = ends[1] if self.global_rank == ends[0] else ends[0]
-                    channel = Channel(group, peer, self.device, self.module.dynamic_shape, with_header=forward)
+                    channel = kind(group, peer, self.device, self.module.dynamic_shape, with_header=forward)
                     if (self.global_rank == ends[0]) == forward:
                         name = "_act_out" if forward else "_grad_out"
                     else:
@@ -159,6 +162,8 @@ class PipelineEngine(Interpreter):
                 self._interpret(schedule)
             compat.reset_checkpoint_buffers()
         self.module.micro_offset += schedule.micro_batches
+        if self.fold.debug:
+            check_nothing_left(sorted(self._slots), self._channels(), self._sharded, self._control)
         if self._slots:
             raise RuntimeError(f"slots left after the batch: {sorted(self._slots)}")
 
@@ -193,9 +198,9 @@ class PipelineEngine(Interpreter):
                               f"true in optimizer.params), or ds_fold.optimizer_step: \"validated\"")
         by_layer = self.fold.overlap_grad_reduce == "layer"
         # the program waits for the gathers, right after the step if not later
-        return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True,
-                                layer_of=self.module.first_layers() if by_layer else None,
-                                chunk_bytes=self.fold.comm_chunk_bytes, **options)
+        kind = DebugOptimizer if self.fold.debug else ShardedOptimizer
+        return kind(optimizer, self.module.segment_parameters(), defer_gather=True,
+                    layer_of=self.module.first_layers() if by_layer else None, chunk_bytes=self.fold.comm_chunk_bytes, **options)
 
     def _interpret(self, schedule) -> None:
         deterministic = self.fold.deterministic_rng
@@ -212,6 +217,9 @@ class PipelineEngine(Interpreter):
                         raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
                     method(self, **instruction.kwargs)
         self.module.rng_key = None
+
+    def _channels(self) -> Tuple[Optional[Channel], ...]:
+        return self._act_in, self._act_out, self._grad_in, self._grad_out
 
     def _act_channels(self) -> List[Channel]:
         return [channel for channel in (self._act_in, self._act_out) if channel is not None]
@@ -230,8 +238,7 @@ class PipelineEngine(Interpreter):
 
     def message_tensors(self) -> List[torch.Tensor]:
         """Buffers of messages that are posted or launched and not yet waited for."""
-        channels = (self._act_in, self._act_out, self._grad_in, self._grad_out)
-        return [t for channel in channels if channel is not None for t in channel.buffers()]
+        return [t for channel in self._channels() if channel is not None for t in channel.buffers()]
 
     def slot_tensors(self) -> List:
         """What the slots hold now: tensors, tuples and lists of them."""

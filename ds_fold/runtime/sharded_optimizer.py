@@ -69,6 +69,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
         mpu: DeepSpeed's grid, for the tensor-parallel rank in universal checkpoints.
         timers: DeepSpeed's timers for the phases of step(); default: none.
     """
+    replicas_type = Replicas
 
     def __init__(self,
                  optimizer: torch.optim.Optimizer,
@@ -102,7 +103,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.communication_dtype = communication_dtype or dtype
         self.check_overflow = dtype != torch.bfloat16 if check_overflow is None else check_overflow
         self.defer_gather = defer_gather
-        self.replicas = Replicas(data_parallel_group, chunk_bytes)
+        self.replicas = self.replicas_type(data_parallel_group, chunk_bytes)
         # not the replicas' group: a norm must not queue behind gathers
         self._everyone = duplicate_group(None) if dist.get_world_size() > 1 else None
         by_layer = layer_of is not None
