@@ -266,7 +266,10 @@ class Bounds:
                 bulk[r] = np.maximum(bulk[r], now) + wire[s]
                 gathered[r, k] = bulk[r] + delay[s]
             elif op == WAIT_GATHER and (r, k) in gathered:
-                np.maximum(now, gathered[r, k], out=now)
+                end = gathered[r, k]
+                if self.by_layer and k == 0 and agreed is None:
+                    end = end - delay[s] - chunks.forward_s[s]  # each layer waits for its own: the last one, late in the forward
+                np.maximum(now, end, out=now)
         return clock.max(axis=0) + agreement_s
 
     @staticmethod

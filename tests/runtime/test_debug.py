@@ -62,7 +62,7 @@ def test_a_replica_that_launches_in_another_order():
 
 def test_a_layer_that_runs_before_its_parameters_have_arrived():
     def fault(engine):
-        engine.optimizer.wait_params = lambda k: None
+        engine.optimizer.wait_params = lambda k, **_: None
 
     for message in messages_of(fault, 2, 1):
         assert "Linear runs with its weight (0.a.weight) while bucket 0 of segment 0" in message
