@@ -70,7 +70,7 @@ V8 = {
     "ds_fold interleaved_1f1b v=8, overlapped": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8, **OVERLAP}),
     "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
 }
-ALL = {**OTHERS, **OURS, **V8, **HIDE}
+ALL = {**OTHERS, **OURS, **V8, **HIDE, "ds_fold aiao v=1, overlapped": ("ds_fold", {"schedule": "aiao", **OVERLAP})}
 
 
 def _named(*names: str) -> Dict[str, Any]:
@@ -91,14 +91,12 @@ CASES = {
                    "ds_fold aiao v=8, by layer, post-validated")]),
 }
 FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
-#: by the number of segments
-SWEPT = {f"ds_fold aiao v={v}, overlapped": ("ds_fold", {"schedule": "aiao", "segments": v, **OVERLAP}) for v in (1, 2, 4, 8)}
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)
 SWEEPS = {
     "micro_batches": ([8, 16, 32], lambda value, s, share, rph, c: ({**s, "M": value}, share, rph, c)),
     "segments": ([1, 2, 4, 8], lambda v, s, share, rph, c: (
         {**s, "layers": 32}, share, rph,
-        {**_named(REFERENCE), **{name: c for name, c in SWEPT.items() if f"v={v}," in name}})),
+        _named(REFERENCE, f"ds_fold aiao v={v}, overlapped"))),
     "share": ([0.25, 0.44, 0.6], lambda value, s, share, rph, c: (s, value, rph, c)),
     "activation": ([8192, 32768, 131072], lambda value, s, share, rph, c: ({**s, "activation_bytes": value}, share, rph, c)),
     # 4 replicas, so that they reach over hosts, whose ranks share a card

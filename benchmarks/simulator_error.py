@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from compare import ALL, SWEPT
+from compare import ALL
 from setting import Setting
 
 from ds_fold.config import FoldConfig
@@ -26,7 +26,7 @@ PAYLOAD, LATENCY_S = 0.956, 3e-4
 
 def step_s(measured: Dict[str, Any], name: str, overhead_s: float, communicates: bool) -> Optional[float]:
     """Predicted seconds of a step; None for a contender without a program."""
-    kind, options = {**ALL, **SWEPT}[name]
+    kind, options = ALL[name]
     if kind not in ("ds_fold", "deepspeed"):
         return None
     options = {key: value for key, value in options.items() if key != "config"}

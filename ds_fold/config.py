@@ -2,12 +2,13 @@
 
 import difflib
 import os
-from typing import Any, Dict, FrozenSet, List, Literal, Optional, Union
+from typing import Any, Dict, FrozenSet, List, Optional, Union
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from .plan.partition import Objective
 from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
@@ -64,7 +65,7 @@ class TraceConfig(DeepSpeedConfigModel):
 class ObjectivePartition(DeepSpeedConfigModel):
     """Cuts that are searched for."""
 
-    method: Literal["memory_efficiency", "throughput", "memory"]
+    method: Objective
     """What is best: most samples/s per byte of the fullest rank (HIPPIE's ME), the shortest step, or the smallest peak memory."""
 
     profile: Optional[str] = None
@@ -124,7 +125,8 @@ class FoldConfig(DeepSpeedConfigModel):
 
     overlap_param_gather: bool = False
     """ZeRO 1 and 2: parameters that were stepped elsewhere arrive while the next batch's forward runs, each segment's before its
-    first use. What reads parameters through the engine or the module's named_parameters() and state_dict() waits for them."""
+    first use; with overlap_grad_reduce "layer" each layer's before its own. What reads parameters through the engine or the
+    module's named_parameters() and state_dict() waits for them."""
 
     comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks

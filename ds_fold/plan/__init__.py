@@ -1,4 +1,4 @@
-"""Times programs before anything runs: a cost model and a simulator. Pure Python; nothing here imports torch."""
+"""Times programs before anything runs: a cost model and a simulator. Python and numpy; nothing that predicts imports torch."""
 
 from .costs import Cluster, Costs, Head, Layer, Link, PlanError, Profile, Recomputed
 from .simulate import HANDLERS, Result, simulate

@@ -8,27 +8,12 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from ..schedule.actions import (
-    GATHER,
-    REDUCE,
-    REDUCE_TIED,
-    SEND_ACT,
-    SEND_GRAD,
-    STEP,
-    STEP_SEGMENT,
-    WAIT_GATHER,
-    WAIT_RECV_ACT,
-    WAIT_RECV_GRAD,
-    WAIT_REDUCE,
-    B,
-    F,
-    Program,
-)
+from ..schedule import actions as op
 from .costs import Cluster, Costs, Profile
 from .memory import States, held
 
-_REPLAYED = frozenset((F, B, SEND_ACT, SEND_GRAD, WAIT_RECV_ACT, WAIT_RECV_GRAD, REDUCE, WAIT_REDUCE, REDUCE_TIED, STEP,
-                       STEP_SEGMENT, GATHER, WAIT_GATHER))
+_REPLAYED = frozenset((op.F, op.B, op.SEND_ACT, op.SEND_GRAD, op.WAIT_RECV_ACT, op.WAIT_RECV_GRAD, op.REDUCE, op.WAIT_REDUCE,
+                       op.REDUCE_TIED, op.STEP, op.STEP_SEGMENT, op.GATHER, op.WAIT_GATHER))
 
 
 class Chunks(NamedTuple):
@@ -49,8 +34,9 @@ class Bounds:
         program, profile, cluster, D, zero_stage, options: as :func:`~ds_fold.plan.simulate.simulate` takes them.
     """
 
-    def __init__(self, program: Program, profile: Profile, cluster: Cluster, D: int, zero_stage: int, stock_optimizer: bool = False,
-                 by_layer: bool = False, data_parallel: bool = True, states: Optional[States] = None, priority: bool = False):
+    def __init__(self, program: op.Program, profile: Profile, cluster: Cluster, D: int, zero_stage: int,
+                 stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True,
+                 states: Optional[States] = None, priority: bool = False):
         self.program, self.profile, self.cluster, self.D, self.zero_stage = program, profile, cluster, D, zero_stage
         self.by_layer, n = by_layer, len(profile.layers)
         plain, every = profile.costs(range(n + 1), 1), profile.costs(range(n + 1), 1, range(n))
@@ -153,32 +139,32 @@ class Bounds:
         P, ranks = self.program.P, self.program.ranks
         at, found = [0] * P, []
         sent: Dict[Tuple[int, str], int] = {}
-        met = {REDUCE_TIED: 0, STEP: 0}
+        met = {op.REDUCE_TIED: 0, op.STEP: 0}
         arrived = [set() for _ in range(P)]
-        peer = {WAIT_RECV_ACT: (SEND_ACT, -1), WAIT_RECV_GRAD: (SEND_GRAD, 1)}
+        peer = {op.WAIT_RECV_ACT: (op.SEND_ACT, -1), op.WAIT_RECV_GRAD: (op.SEND_GRAD, 1)}
         moved = True
         while moved:
             moved = False
             for r, actions in enumerate(ranks):
                 while at[r] < len(actions):
-                    op, k, _ = actions[at[r]]
-                    if op in peer:
-                        source, step = peer[op]
+                    kind, k, _ = actions[at[r]]
+                    if kind in peer:
+                        source, step = peer[kind]
                         channel = ((r + step) % P, source)
                         if not sent.get(channel):
                             break
                         sent[channel] -= 1
-                    elif op in (SEND_ACT, SEND_GRAD):
-                        sent[r, op] = sent.get((r, op), 0) + 1
-                    elif op in met:
-                        if op not in arrived[r]:
-                            arrived[r].add(op)
-                            met[op] += 1
+                    elif kind in (op.SEND_ACT, op.SEND_GRAD):
+                        sent[r, kind] = sent.get((r, kind), 0) + 1
+                    elif kind in met:
+                        if kind not in arrived[r]:
+                            arrived[r].add(kind)
+                            met[kind] += 1
                             moved = True
-                        if met[op] < P:
+                        if met[kind] < P:
                             break
-                    if op in _REPLAYED:
-                        found.append((op, r, k))
+                    if kind in _REPLAYED:
+                        found.append((kind, r, k))
                     at[r] += 1
                     moved = True
         return found
@@ -202,7 +188,7 @@ class Bounds:
         # gathers of the step before: they were launched when their rank had stepped, and the slowest of all began this step
         bulk, gathered = np.zeros((P, count)), {}
         if self.zero_stage:
-            late_s = [rank_step_s[r] - sum(step_s[a.segment * P + r] for a in actions if a.op == STEP_SEGMENT)
+            late_s = [rank_step_s[r] - sum(step_s[a.segment * P + r] for a in actions if a.op == op.STEP_SEGMENT)
                       for r, actions in enumerate(self.program.ranks)]
             slowest_s = np.max(late_s, axis=0)
             for r, actions in enumerate(self.program.ranks):
@@ -212,34 +198,35 @@ class Bounds:
                     gathered[r, k] = bulk[r] + delay[k * P + r]
             np.maximum(bulk, 0.0, out=bulk)
         free: Dict[Tuple[int, str], Any] = {}
-        arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {(r, op): [] for r in range(P) for op in (SEND_ACT, SEND_GRAD)}
+        arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {
+            (r, kind): [] for r in range(P) for kind in (op.SEND_ACT, op.SEND_GRAD)}
         taken = dict.fromkeys(arrivals, 0)
         reduced, stepped = {}, [0.0] * P
         backward_end = [None] * P
         agreed: Optional[np.ndarray] = None
         tied: Optional[np.ndarray] = None
-        for op, r, k in self._replayed:
+        for kind, r, k in self._replayed:
             now, s = clock[r], k * P + r
-            if op == F:
+            if kind == op.F:
                 now += chunks.forward_s[s]
-            elif op == B:
+            elif kind == op.B:
                 now += chunks.backward_s[s]
                 backward_end[r] = now.copy() if self.by_layer and k == 0 else None
-            elif op in (SEND_ACT, SEND_GRAD):
+            elif kind in (op.SEND_ACT, op.SEND_GRAD):
                 if overhead:
                     now += overhead
-                per_byte, latency_s = links[r, 1 if op == SEND_ACT else -1]
-                end = np.maximum(now, free.get((r, op), 0.0))
-                end += chunks.boundary_bytes[s if op == SEND_ACT else s - 1] * per_byte
-                free[r, op] = end
-                arrivals[r, op].append(end + latency_s)
-            elif op in (WAIT_RECV_ACT, WAIT_RECV_GRAD):
-                channel = ((r - 1) % P, SEND_ACT) if op == WAIT_RECV_ACT else ((r + 1) % P, SEND_GRAD)
+                per_byte, latency_s = links[r, 1 if kind == op.SEND_ACT else -1]
+                end = np.maximum(now, free.get((r, kind), 0.0))
+                end += chunks.boundary_bytes[s if kind == op.SEND_ACT else s - 1] * per_byte
+                free[r, kind] = end
+                arrivals[r, kind].append(end + latency_s)
+            elif kind in (op.WAIT_RECV_ACT, op.WAIT_RECV_GRAD):
+                channel = ((r - 1) % P, op.SEND_ACT) if kind == op.WAIT_RECV_ACT else ((r + 1) % P, op.SEND_GRAD)
                 np.maximum(now, arrivals[channel][taken[channel]], out=now)
                 taken[channel] += 1
                 if overhead:
                     now += overhead
-            elif op == REDUCE:
+            elif kind == op.REDUCE:
                 if self.by_layer and k == 0:
                     end = backward_end[r] + self._last_layer(chunks, cuts, backward, r) * self.times
                     reduced[r, k] = np.maximum(end, bulk[r] + self.times * wire[s])
@@ -247,25 +234,25 @@ class Bounds:
                 else:
                     bulk[r] = np.maximum(bulk[r], now) + self.times * wire[s]
                     reduced[r, k] = bulk[r] + self.times * delay[s]
-            elif op == WAIT_REDUCE:
+            elif kind == op.WAIT_REDUCE:
                 np.maximum(now, reduced[r, k], out=now)
-            elif op == REDUCE_TIED:
+            elif kind == op.REDUCE_TIED:
                 if r in (0, P - 1) and P > 1 and profile.tied_bytes:
                     if tied is None:  # both have come here before either goes on
                         per_byte, latency_s = links[0, -1]
                         tied = np.maximum(clock[0], clock[P - 1]) + profile.tied_bytes * per_byte + 2 * latency_s
                     np.maximum(now, tied, out=now)
-            elif op == STEP:
+            elif kind == op.STEP:
                 if agreed is None:
                     agreed = clock.max(axis=0) + agreement_s
                 clock[r] = agreed + rank_step_s[r] - stepped[r]
-            elif op == STEP_SEGMENT:
+            elif kind == op.STEP_SEGMENT:
                 now += step_s[s]
                 stepped[r] = stepped[r] + step_s[s]
-            elif op == GATHER and self.zero_stage:
+            elif kind == op.GATHER and self.zero_stage:
                 bulk[r] = np.maximum(bulk[r], now) + wire[s]
                 gathered[r, k] = bulk[r] + delay[s]
-            elif op == WAIT_GATHER and (r, k) in gathered:
+            elif kind == op.WAIT_GATHER and (r, k) in gathered:
                 end = gathered[r, k]
                 if self.by_layer and k == 0 and agreed is None:
                     end = end - delay[s] - chunks.forward_s[s]  # each layer waits for its own: the last one, late in the forward
@@ -275,8 +262,8 @@ class Bounds:
     @staticmethod
     def _left_gathering(actions) -> List[int]:
         """Segments whose gather is launched after the step and waited for in the next one."""
-        after = actions[actions.index((STEP, -1, -1)):]
-        return [a.segment for a in after if a.op == GATHER and (WAIT_GATHER, a.segment, -1) not in after]
+        after = actions[actions.index((op.STEP, -1, -1)):]
+        return [a.segment for a in after if a.op == op.GATHER and (op.WAIT_GATHER, a.segment, -1) not in after]
 
     def _last_layer(self, chunks: Chunks, cuts: np.ndarray, backward: np.ndarray, r: int) -> np.ndarray:
         """Seconds from the end of segment 0's last backward to the end of its reduction by layers, at least."""

@@ -8,7 +8,21 @@ limited by simulated actions and not by time, so that the answer depends on the 
 
 from itertools import combinations
 from math import comb, inf
-from typing import Any, Collection, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Literal,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    get_args,
+)
 
 import numpy as np
 
@@ -19,7 +33,8 @@ from .costs import GIB, Cluster, Link, PlanError, Profile
 from .result import Result
 from .simulate import simulate
 
-OBJECTIVES = ("memory_efficiency", "throughput", "memory")
+Objective = Literal["memory_efficiency", "throughput", "memory"]
+OBJECTIVES = get_args(Objective)
 #: chains with at most so many cuts are searched completely
 COMPLETE = 500
 #: simulated actions (0.003 ms each and step) in a search that is not complete
@@ -254,6 +269,8 @@ def _moves(cuts: Cuts) -> Iterator[Cuts]:
 
 def check_memory(chain: Chain, cuts: Cuts, recompute: FrozenSet[int]) -> None:
     """Raise PlanError where a rank has too little memory."""
+    if not chain.score(cuts, recompute).excess:
+        return
     result = chain.simulate(cuts, recompute)
     for r, limit in enumerate(chain.limits):
         peak = max(held for _, held in result.memory(r))

@@ -55,7 +55,7 @@ def place(fold, profile: Profile, cluster: Cluster, P: int, M: int, zero_stage: 
         profile, cluster: what layers and transfers take.
         P, M, zero_stage: pipeline ranks, micro-batches, ZeRO stage.
         options: of :func:`simulation_options`, which have the number of replicas.
-        cuts: the partition, where it has no objective.
+        cuts: the partition; None where it has an objective.
         recompute_all: each layer is recomputed whatever the block says (DeepSpeed's activation_checkpoint_interval).
 
     Raises:
@@ -69,7 +69,7 @@ def place(fold, profile: Profile, cluster: Cluster, P: int, M: int, zero_stage: 
         recompute = None if fold.recompute == "auto" else fold.recomputed(n)
     objective = fold.objective or DEFAULT_OBJECTIVE
     chain = Chain(fold.train_program(P, M, zero_stage), profile, cluster, objective, **options)
-    found, recomputed, score = search(chain, None if fold.objective else cuts, recompute)
+    found, recomputed, score = search(chain, cuts, recompute)
     check_memory(chain, found, recomputed)
     summary = (f"for {objective}: step {1e3 * score.step_s:.1f} ms, fullest rank {score.peak_bytes / 2**20:.1f} MiB, "
                f"{len(recomputed)} of {n} layers recomputed, as simulated")
