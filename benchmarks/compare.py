@@ -84,7 +84,7 @@ CASES = {
                                  "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")]),
     "full": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
-              [_named(REFERENCE, "DeepSpeed DualPipeV", "torch 1F1B", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
+              [_named(REFERENCE, "DeepSpeed DualPipeV", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
     "hide": (DEFAULT, [_named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", *(n for n in HIDE if "v=4" in n))]),
     "v8": ({**DEFAULT, "layers": 32},
            [_named(REFERENCE, *V8, "ds_fold aiao v=8, overlapped", "ds_fold aiao v=8, by layer",
