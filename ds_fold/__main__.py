@@ -1,5 +1,6 @@
 """``python -m ds_fold check`` and ``simulate``: what a ds_config would run and how long it takes, without starting anything;
-``profile`` and ``netcheck``: what the layers and the network take; ``trace``: what a run has recorded."""
+``plan``: which ds_config would be best on a cluster; ``profile`` and ``netcheck``: what the layers and the network take; ``trace``:
+what a run has recorded."""
 
 import argparse
 import os
@@ -7,7 +8,7 @@ import shutil
 import sys
 from typing import List, Optional
 
-from .plan import PlanError, command, measure_commands
+from .plan import PlanError, command, measure_commands, plan_command
 
 #: characters of a line of the timeline as text, where it goes to a file
 TEXT_WIDTH = 400
@@ -37,6 +38,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     simulate = commands.add_parser("simulate", help=command.HELP, description=command.HELP)
     command.add_arguments(simulate)
     simulate.set_defaults(run=command.run)
+    plan = commands.add_parser("plan", help=plan_command.HELP, description=plan_command.HELP)
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     profile = commands.add_parser("profile", help=measure_commands.PROFILE_HELP, description=measure_commands.PROFILE_HELP)
     measure_commands.add_profile_arguments(profile)
     profile.set_defaults(run=measure_commands.run_profile)
@@ -80,7 +84,7 @@ def _check(args) -> int:
         raise ConfigError("the config gives train_batch_size and train_micro_batch_size_per_gpu; add --dp to know the "
                           "micro-batches, or --micro-batches")
     P, v = args.pp, fold.segments
-    fold.check(P, M, args.layers)
+    fold.check(P, M, args.layers, args.dp)
     program = fold.eval_program(P, M) if args.eval else fold.train_program(P, M, zero_stage_of(config))
     report = verify(program)
 

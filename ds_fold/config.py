@@ -29,6 +29,8 @@ MOST_STEPS = 1000
 #: what schedule "hippie" sets where the block does not (HIPPIE, TPDS 2023); and besides, where there is a profile
 HIPPIE = {"head_backward": "immediate", "overlap_grad_reduce": "layer", "overlap_param_gather": True}
 HIPPIE_PROFILED = {"partition": {"method": "memory_efficiency"}, "recompute": "auto"}
+#: words in the names of optimizers that cannot step shards of flat buckets
+WHOLE_MATRICES = ("lamb", "lars", "muon")
 
 
 class ConfigError(ValueError):
@@ -73,6 +75,32 @@ class ObjectivePartition(DeepSpeedConfigModel):
 
     cluster: Optional[str] = None
     """Cluster file. Default: ``ds_fold.cluster``; without either, communication is free and memory has no limit."""
+
+
+class PlanConfig(DeepSpeedConfigModel):
+    """What ``python -m ds_fold plan`` wrote: the layout that the block was planned for, and what it predicts there. A launch with
+    another layout is refused; the predictions are for people."""
+
+    objective: Objective
+    """What was best."""
+
+    P: int = Field(ge=1, strict=True)
+    """Pipeline ranks: the training script's num_stages."""
+
+    D: int = Field(ge=1, strict=True)
+    """Replicas. The launch has P*D ranks."""
+
+    step_s: float = Field(gt=0)
+    """Seconds of a step."""
+
+    throughput: float = Field(gt=0)
+    """Samples per second."""
+
+    peak_gib: float = Field(ge=0)
+    """Memory of the fullest rank, in 2**30 bytes."""
+
+    memory_efficiency: Optional[float] = Field(None, gt=0)
+    """Samples per second and GiB of the fullest rank."""
 
 
 class FoldConfig(DeepSpeedConfigModel):
@@ -166,6 +194,9 @@ class FoldConfig(DeepSpeedConfigModel):
 
     trace: TraceConfig = TraceConfig()
     """Record what ran when: {"enabled": true, "steps": [3, 6], "path": "traces"}."""
+
+    plan: Optional[PlanConfig] = None
+    """Written by ``python -m ds_fold plan``: P and D that the block was planned for, and predictions. Another launch is refused."""
 
     @field_validator("schedule")
     @classmethod
@@ -308,12 +339,17 @@ class FoldConfig(DeepSpeedConfigModel):
         verify(program)
         return program
 
-    def check(self, P: int, M: Optional[int] = None, layers: Optional[int] = None) -> None:
-        """Refuse what cannot run on P pipeline ranks with M micro-batches and this many layers (None: not known yet).
+    def check(self, P: int, M: Optional[int] = None, layers: Optional[int] = None, D: Optional[int] = None) -> None:
+        """Refuse what cannot run on P pipeline ranks with M micro-batches, this many layers and D replicas (None: not known yet).
 
         Raises:
             ConfigError
         """
+        plan = self.plan
+        if plan is not None and (P != plan.P or D not in (None, plan.D)):
+            found = f"P={P} pipeline ranks" + (f" x D={D} replicas" if D is not None else "")
+            raise ConfigError(f"{BLOCK}.plan was made for P={plan.P} pipeline ranks x D={plan.D} replicas, but there are {found}; "
+                              f"launch {plan.P * plan.D} ranks with num_stages={plan.P}, or plan anew: python -m ds_fold plan")
         try:
             if M is None and self.preset is not None:
                 M = max(P, self.micro_batch_group or P)  # the smallest that shows the combinations that never work
@@ -422,7 +458,7 @@ def _explain(error: Dict[str, Any]) -> str:
     where = [str(part) for part in error["loc"] if part not in ("str", "ScheduleFile", "ObjectivePartition", "list[int]")]
     key = ".".join([BLOCK, *where])
     if error["type"] == "extra_forbidden":
-        nested = {"trace": TraceConfig, "partition": ObjectivePartition}
+        nested = {"trace": TraceConfig, "partition": ObjectivePartition, "plan": PlanConfig}
         known = list((nested.get(where[0], FoldConfig) if len(where) > 1 else FoldConfig).model_fields)
         return f"{key}: unknown key{_did_you_mean(where[-1], known)}; known keys are {', '.join(known)}"
     message = error["msg"].replace("Value error, ", "")

@@ -69,17 +69,22 @@ class Bounds:
             cuts: candidates x (v*P + 1).
             recompute: candidates x layers, bool.
         """
-        kept = _running(np.where(recompute, self.recomputed_kept, self.kept))
-        backward = _running(np.where(recompute, self.recomputed_s, self.backward_s))
-        chunks = self._chunks(cuts, kept, backward)
+        chunks, backward = self._chunks(cuts, recompute)
         return self._step(chunks, cuts, backward), self._peaks(chunks)
+
+    def peaks(self, cuts: np.ndarray, recompute: np.ndarray) -> np.ndarray:
+        """The second of them alone."""
+        return self._peaks(self._chunks(cuts, recompute)[0])
 
     def most_live(self, r: int) -> List[float]:
         """By segment, how many micro-batches' activations rank r holds at most."""
         S = self.program.P * self.program.v
         return self._forms[r][1][:, S + r:2 * S:self.program.P].max(axis=0).tolist()
 
-    def _chunks(self, cuts: np.ndarray, kept: np.ndarray, backward: np.ndarray) -> Chunks:
+    def _chunks(self, cuts: np.ndarray, recompute: np.ndarray) -> Tuple[Chunks, np.ndarray]:
+        """The chunks, and per candidate the running sum of the layers' backwards."""
+        kept = _running(np.where(recompute, self.recomputed_kept, self.kept))
+        backward = _running(np.where(recompute, self.recomputed_s, self.backward_s))
         rows = np.arange(len(cuts))[:, None]
         first, last = cuts[:, :-1], cuts[:, 1:]
 
@@ -98,7 +103,7 @@ class Bounds:
         chunks.forward_s[-1] += head.forward_s
         chunks.backward_s[-1] += head.backward_s
         chunks.activation_bytes[-1] += head.activation_bytes
-        return chunks
+        return chunks, backward
 
     # memory ---------------------------------------------------------------------------------------------------------------
 
@@ -113,18 +118,22 @@ class Bounds:
         forms = []
         for r, actions in enumerate(self.program.ranks):
             never = [0.0] * len(actions)
-            moments = np.unique([now.copy() for _, now in held(costs, states, r, actions, never, never)], axis=0)
+            moments = np.array([now.copy() for _, now in held(costs, states, r, actions, never, never)])
+            own = np.flatnonzero(moments.any(axis=0))
+            moments = np.unique(moments[:, own], axis=0)
             # only those that no other covers, whatever the sizes: all are >= 0, but for what recomputing holds more
-            signed = np.concatenate((moments, -moments[:, 4 * S:]), axis=1)
+            left = np.concatenate((moments, -moments[:, own >= 4 * S]), axis=1)[np.argsort(-moments.sum(axis=1), kind="stable")]
             fullest: List[np.ndarray] = []
-            for moment in signed[np.argsort(-moments.sum(axis=1), kind="stable")]:
-                if not fullest or not (np.array(fullest) >= moment).all(axis=1).any():
-                    fullest.append(moment)
+            while len(left):
+                fullest.append(left[0, :len(own)])
+                left = left[(left > left[0]).any(axis=1)]
+            form = np.zeros((len(fullest), 5 * S))
+            form[:, own] = fullest
             tied = self.profile.tied_bytes if P == 1 else 0.0
             always = next(now for _, now in held(costs, states, r, (), (), ()))
             # what rank 0 of one holds of a byte of parameters and of trainable ones: tied weights are there once
             offset = -tied * (always[2 * S] + always[3 * S])
-            forms.append((offset, np.array(fullest)[:, :5 * S]))
+            forms.append((offset, form))
         return forms
 
     def _peaks(self, chunks: Chunks) -> np.ndarray:

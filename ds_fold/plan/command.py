@@ -40,7 +40,7 @@ def run(args) -> int:
     fold, zero = fold_config(config), zero_stage_of(config)
     cluster, profile = Cluster.load(args.cluster), _profile(args, fold)
     P, D, M = args.pp, args.dp, args.micro_batches or micro_batches_of(config, args.dp)
-    fold.check(P, M, len(profile.layers))
+    fold.check(P, M, len(profile.layers), D)
     n = len(profile.layers)
     options = {**simulation_options(config, fold, zero, D), "priority": args.priority}
     cuts, recompute = None if fold.objective else _cuts(fold, profile, P), fold.recomputed(n)

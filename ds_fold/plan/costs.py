@@ -275,6 +275,25 @@ class Profile(_Model):
                       boundary_bytes=activation_bytes)
         return cls(layers=[layer] * layers, input_bytes=activation_bytes, **more)
 
+    def scaled(self, micro_batch_size: int) -> "Profile":
+        """The same layers on micro-batches of another size: times and bytes of activations grow in proportion; ``overhead_s`` and
+        parameters stay."""
+        factor = micro_batch_size / self.micro_batch_size
+        if factor == 1:
+            return self
+
+        def grown(model: _Model, *names: str) -> Dict[str, Any]:
+            found = {name: getattr(model, name) for name in names}
+            return {name: None if value is None else factor * value for name, value in found.items()}
+
+        layers = [layer.model_copy(update={
+            **grown(layer, "forward_s", "backward_s", "activation_bytes", "boundary_bytes", "recompute_activation_bytes"),
+            "recomputed": layer.recomputed and Recomputed(**grown(layer.recomputed, "backward_s", "activation_bytes"))})
+            for layer in self.layers]
+        head = Head(**grown(self.head, "forward_s", "backward_s", "activation_bytes"))
+        return self.model_copy(update={"micro_batch_size": micro_batch_size, "layers": layers, "head": head,
+                                       "input_bytes": factor * self.input_bytes})
+
     def check_model(self, names: Sequence[str], parameter_counts: Sequence[int]) -> None:
         """Refuse a profile of another model than the one with these layers.
 

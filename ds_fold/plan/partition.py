@@ -6,6 +6,7 @@ are simulated; otherwise a beam search moves cuts and recomputed layers by their
 limited by simulated actions and not by time, so that the answer depends on the files alone.
 """
 
+from functools import cached_property
 from itertools import combinations
 from math import comb, inf
 from typing import (
@@ -85,7 +86,10 @@ class Chain:
         self.limits = [cluster.memory_bytes(r, D) or inf for r in range(program.P)]
         self.simulated: Dict[Candidate, Score] = {}
         self.bounded: Dict[Candidate, Tuple[float, ...]] = {}
-        self.bounds = Bounds(program, profile, cluster, D, zero_stage, **options)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return Bounds(self.program, self.profile, self.cluster, self.D, self.zero_stage, **self.options)
 
     @property
     def chunks(self) -> int:
@@ -135,7 +139,7 @@ class Chain:
         """
         P, bounds = self.program.P, self.bounds
         saved, cost = bounds.kept - bounds.recomputed_kept, np.maximum(bounds.recomputed_s - bounds.backward_s, 1e-12)
-        base = bounds(np.array([cuts]), np.zeros((1, len(saved)), dtype=bool))[1][0]
+        base = bounds.peaks(np.array([cuts]), np.zeros((1, len(saved)), dtype=bool))[0]
         ladders: List[List[Tuple[float, FrozenSet[int]]]] = []
         for r in range(P):
             most = bounds.most_live(r)
@@ -160,11 +164,12 @@ def _first_below(ladder: List[Tuple[float, FrozenSet[int]]], level: float) -> Fr
 
 
 def search(chain: Chain, cuts: Optional[Sequence[int]] = None, recompute: Optional[FrozenSet[int]] = None,
-           most_actions: int = MOST_ACTIONS, complete: int = COMPLETE) -> Tuple[Cuts, FrozenSet[int], Score]:
+           most_actions: int = MOST_ACTIONS, complete: int = COMPLETE,
+           most_bounds: int = MOST_BOUNDS) -> Tuple[Cuts, FrozenSet[int], Score]:
     """The best cuts, layers to recompute, or both; what is given stays.
 
     Args:
-        most_actions: simulated actions, at most, where there are more than ``complete`` candidates.
+        most_actions, most_bounds: simulated actions and bounds, about, where there are more than ``complete`` candidates.
     """
     n, chunks = len(chain.profile.layers), chain.chunks
     given = None if cuts is None else tuple(cuts)
@@ -173,11 +178,12 @@ def search(chain: Chain, cuts: Optional[Sequence[int]] = None, recompute: Option
         chain.bound((each, recompute) for each in every)
         best = _simulate_best(chain, [(each, recompute) for each in every], inf)
     else:
-        best = _beam(chain, given, recompute, most_actions)
+        best = _beam(chain, given, recompute, most_actions, most_bounds)
     return best[0], best[1], chain.score(*best)
 
 
-def _beam(chain: Chain, cuts: Optional[Cuts], recompute: Optional[FrozenSet[int]], most_actions: int) -> Candidate:
+def _beam(chain: Chain, cuts: Optional[Cuts], recompute: Optional[FrozenSet[int]], most_actions: int,
+          most_bounds: int) -> Candidate:
     """Move by bounds from several starts, then simulate in the order of the bounds."""
     n = len(chain.profile.layers)
     sets = [frozenset(), frozenset(range(n))] if recompute is None else [recompute]
@@ -197,10 +203,10 @@ def _beam(chain: Chain, cuts: Optional[Cuts], recompute: Optional[FrozenSet[int]
         return len(fresh)
 
     # each start by itself, down to where no move helps, then the best of all together
-    while len(seen) < MOST_BOUNDS // 2 and expand(pool):
+    while len(seen) < most_bounds // 2 and expand(pool):
         pool = list(dict.fromkeys(min([candidate, *around[candidate]], key=chain.bounded.get) for candidate in pool))
     width = max(WIDTH, ROUND_BOUNDS * len(around) // max(1, sum(map(len, around.values()))))
-    while len(seen) < MOST_BOUNDS and expand(sorted(seen, key=chain.bounded.get)[:width]):
+    while len(seen) < most_bounds and expand(sorted(seen, key=chain.bounded.get)[:width]):
         pass
     left = max(WIDTH, most_actions // max(1, chain.program.num_actions))
     best = _simulate_best(chain, seen, left // 2)

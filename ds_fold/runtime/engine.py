@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineError
 
 from .. import compat
-from ..config import ConfigError, FoldConfig, fold_config
+from ..config import WHOLE_MATRICES, ConfigError, FoldConfig, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
 from ..trace.recorder import Recorder
@@ -47,7 +47,7 @@ class PipelineEngine(Interpreter):
                 raise ConfigError(f"the module was built for ds_fold.{key}={others}, but the engine's config says {key}={mine}; "
                                   f"pass the same config to PipelineModule(config=...) and initialize()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
-        self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
+        self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size)
         self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -179,7 +179,7 @@ class PipelineEngine(Interpreter):
 
     def _why_no_shards(self, optimizer) -> Optional[str]:
         """Why the sharded optimizer cannot step with the user's; None if it can."""
-        if any(word in type(optimizer).__name__.lower() for word in ("lamb", "lars", "muon")):
+        if any(word in type(optimizer).__name__.lower() for word in WHOLE_MATRICES):
             return f"optimizer {type(optimizer).__name__} needs whole matrices"
         if self.zero_use_cpu_optimizer():
             return "zero_optimization.offload_optimizer moves the optimizer away from the gradients"

@@ -44,7 +44,7 @@ class PipelineModule(compat.PipelineModuleBase):
         if num_stages is not None or topology is not None:
             P = topology.get_dim("pipe") if topology is not None else num_stages
             D = topology.get_dim("data") if topology is not None else None
-            fold.check(P, micro_batches_of(ds_config, D), len(layers))
+            fold.check(P, micro_batches_of(ds_config, D), len(layers), D)
         # torch.nn.Module is not initialised yet: what placement reads is set past it
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
@@ -88,7 +88,7 @@ class PipelineModule(compat.PipelineModuleBase):
     def place_layers(self, method: Union[str, Sequence[int]]) -> List[int]:
         """Cuts ``[0, ..., layers]`` of the v*P chunks, in model order. Raises ConfigError where no such cut exists."""
         chunks = self.num_segments * self.num_stages
-        self.fold.check(self.num_stages, layers=len(self.layer_specs))
+        self.fold.check(self.num_stages, layers=len(self.layer_specs), D=self.grid.get_data_parallel_world_size())
         method = method if self.fold.partition is None else self.fold.partition
         cuts, summary = None, ""
         if self.fold.objective is None:
