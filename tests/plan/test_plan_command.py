@@ -118,7 +118,8 @@ def test_bounds_are_never_above_the_simulation():
 @pytest.fixture
 def files(tmp_path):
     """Arguments of a plan of six equal layers on two ranks."""
-    (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "steps_per_print": 10**9, "optimizer": OPTIMIZER,
+    (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 4, "steps_per_print": 10**9, "optimizer": OPTIMIZER,
+                                                         "gradient_clipping": 0.0,
                                                          "pipeline": {"activation_checkpoint_interval": 2},
                                                          "ds_fold": {"deterministic_rng": True, "partition": "parameters"}}))
     Profile.uniform(6, 0.01, parameter_bytes=4e6, activation_bytes=2e6, micro_batch_size=2).save(str(tmp_path / "profile.json"))
@@ -139,10 +140,10 @@ def test_the_command_writes_prints_and_draws(files, capsys):
     fold = fold_config(planned)
     assert f"launched on 2 ranks with num_stages={fold.plan.P}" in out and "\nother layouts:\n  P=" in out
     assert (files / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert planned["train_batch_size"] == 8 and fold.deterministic_rng and planned["optimizer"] == OPTIMIZER
+    assert planned["train_batch_size"] == 4 and fold.deterministic_rng and planned["optimizer"] == OPTIMIZER
     assert planned["pipeline"]["activation_checkpoint_interval"] == 0
     P, D, M = fold.plan.P, fold.plan.D, planned["gradient_accumulation_steps"]
-    assert P * D == 2 and M * D * planned["train_micro_batch_size_per_gpu"] == 8
+    assert P * D == 2 and M * D * planned["train_micro_batch_size_per_gpu"] == 4
     assert main(["check", str(files / "planned.json"), "--layers", "6", "--pp", str(P), "--dp", str(D)]) == 0
     # simulate says the same of the file as the plan does
     (files / "scaled.json").write_text(Profile.load(str(files / "profile.json")).scaled(
@@ -230,8 +231,8 @@ def change(path, **more):
     ("cluster", {"device_memory_bytes": 20e6}, "no plan fits into the devices' memory: the nearest, P=2 D=1"),
     ("cluster", {"inter_host": {"gbit_per_s": -1}}, "inter_host.gbit_per_s: Input should be greater than 0, got -1"),
     ("cluster", {"inter_host": {"latency_s": 0}}, "inter_host: give either bytes_per_s or gbit_per_s"),
-    ("cluster", {"hosts": 7}, "no layout of the cluster's 7 ranks can train batches of 8 samples with 6 layers: P=1 D=7: "
-                              "train_batch_size=8 is no multiple of 7 replicas; P=7 D=1: 6 layers cannot fill 7 pipeline ranks"),
+    ("cluster", {"hosts": 7}, "no layout of the cluster's 7 ranks can train batches of 4 samples with 6 layers: P=1 D=7: "
+                              "train_batch_size=4 is no multiple of 7 replicas; P=7 D=1: 6 layers cannot fill 7 pipeline ranks"),
     ("profile", {"layers": [{"forward_s": 1}]}, "layers.0.backward_s: Field required"),
 ])
 def test_bad_input_is_one_message(files, capsys, name, keys, message):
