@@ -86,6 +86,7 @@ class Chain:
         self.limits = [cluster.memory_bytes(r, D) or inf for r in range(program.P)]
         self.simulated: Dict[Candidate, Score] = {}
         self.bounded: Dict[Candidate, Tuple[float, ...]] = {}
+        self._levels: Dict[Cuts, List[FrozenSet[int]]] = {}
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -137,6 +138,11 @@ class Chain:
         Within a rank, those layers come first that save most memory for their time, counted as often as their activations live at
         once: so the last virtual stage, whose backward follows at once, comes last.
         """
+        if cuts not in self._levels:
+            self._levels[cuts] = self._find_levels(cuts)
+        return self._levels[cuts]
+
+    def _find_levels(self, cuts: Cuts) -> List[FrozenSet[int]]:
         P, bounds = self.program.P, self.bounds
         saved, cost = bounds.kept - bounds.recomputed_kept, np.maximum(bounds.recomputed_s - bounds.backward_s, 1e-12)
         base = bounds.peaks(np.array([cuts]), np.zeros((1, len(saved)), dtype=bool))[0]
