@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 from .plan import PlanError, command, measure_commands, plan_command
 
@@ -92,15 +92,18 @@ def _check(args) -> int:
     if fold.schedule == "aiao":
         name += f" (last_segment: {fold.last_segment})"
     print(f"schedule {name}: {P} pipeline ranks, {v} segments, {M} micro-batches")
-    if isinstance(fold.partition, list):
+    if fold.objective and args.dp is None:
+        cuts, how = None, f"decided at launch for {fold.objective!r}; add --dp to search for it here"
+    elif fold.objective:
+        cuts, how = _searched(args, config, fold, M)
+    elif isinstance(fold.partition, list):
         cuts, how = fold.partition, "as listed"
     else:
         cuts, how = partition_uniform(args.layers, v * P), "uniform"
         if fold.partition not in (None, "uniform"):
-            asked, needs = (fold.objective, "profile: see simulate") if fold.objective else (fold.partition, "model")
-            how = f"uniform here; {asked!r} needs the {needs}"
+            how = f"uniform here; {fold.partition!r} needs the model"
     print(f"\nplacement ({how}):")
-    for r in range(P):
+    for r in range(P if cuts else 0):
         chunks = "  ".join(f"segment {k}: layers [{cuts[k * P + r]}, {cuts[k * P + r + 1]})" for k in range(v))
         print(f"  rank {r}  {chunks}")
     print("\nprograms:")
@@ -118,6 +121,19 @@ def _check(args) -> int:
         draw([(name, program)], args.png)
         print(f"drawn to {args.png}")
     return 0
+
+
+def _searched(args, config, fold, M: int) -> Tuple[List[int], str]:
+    """The cuts that a launch would search for, and what they are best for. Raises PlanError."""
+    from .config import micro_batch_size_of, zero_stage_of
+    from .plan.placement import load_cluster, load_profile, place, simulation_options
+
+    zero, D = zero_stage_of(config), args.dp
+    profile = load_profile(fold, lambda profile: profile.check_layers(args.layers), micro_batch_size_of(config, D))
+    recompute_all = bool((config.get("pipeline") or {}).get("activation_checkpoint_interval"))
+    cuts, _, summary = place(fold, profile, load_cluster(fold, args.pp * D), args.pp, M, zero,
+                             simulation_options(config, fold, zero, D), recompute_all=recompute_all)
+    return cuts, summary
 
 
 def _print_staircase(program) -> None:

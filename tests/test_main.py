@@ -37,6 +37,23 @@ def test_check_shows_where_communication_overlaps(tmp_path, capsys):
     assert "reductions in flight at most 2" in out
 
 
+def test_check_searches_where_a_launch_would(tmp_path, capsys):
+    layer = {"backward_s": 0, "parameter_bytes": 0, "trainable_bytes": 0, "activation_bytes": 0, "boundary_bytes": 0}
+    (tmp_path / "profile.json").write_text(json.dumps({"schema": 1, "layers": [{**layer, "forward_s": s} for s in (3, 1, 1, 1)]}))
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 4, "ds_fold": {
+        "partition": {"method": "throughput"}, "profile": str(tmp_path / "profile.json")}}))
+    assert main(["check", str(path), "--layers", "4", "--pp", "2", "--dp", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "placement (for throughput: step 15000.0 ms" in out
+    assert "  rank 0  segment 0: layers [0, 1)\n  rank 1  segment 0: layers [1, 4)\n" in out
+    assert main(["check", str(path), "--layers", "4", "--pp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "placement (decided at launch for 'throughput'; add --dp to search for it here)" in out and "layers [" not in out
+    assert main(["check", str(path), "--layers", "5", "--pp", "2", "--dp", "1"]) == 2
+    assert "was measured on another model: it has 4 layers, the model 5" in capsys.readouterr().err
+
+
 def test_check_prints_a_staircase(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"gradient_accumulation_steps": 4}))

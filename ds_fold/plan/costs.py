@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 SCHEMA = 1
+_REMEASURE = "measure this model: python -m ds_fold profile"
 GIB = 2**30
 
 
@@ -294,6 +295,15 @@ class Profile(_Model):
         return self.model_copy(update={"micro_batch_size": micro_batch_size, "layers": layers, "head": head,
                                        "input_bytes": factor * self.input_bytes})
 
+    def check_layers(self, count: int) -> None:
+        """Refuse a profile of a model with another number of layers. Raises PlanError."""
+        if count != len(self.layers):
+            raise PlanError(f"{self._another_model}: it has {len(self.layers)} layers, the model {count}; {_REMEASURE}")
+
+    @property
+    def _another_model(self) -> str:
+        return f"the profile{f' {self.name!r}' if self.name else ''} was measured on another model"
+
     def check_model(self, names: Sequence[str], parameter_counts: Sequence[int]) -> None:
         """Refuse a profile of another model than the one with these layers.
 
@@ -303,16 +313,13 @@ class Profile(_Model):
         Raises:
             PlanError: naming the first difference.
         """
-        title = f"the profile{f' {self.name!r}' if self.name else ''} was measured on another model"
-        remedy = "measure this model: python -m ds_fold profile"
-        if len(names) != len(self.layers):
-            raise PlanError(f"{title}: it has {len(self.layers)} layers, the model {len(names)}; {remedy}")
+        self.check_layers(len(names))
         for i, (layer, name, count) in enumerate(zip(self.layers, names, parameter_counts)):
             if layer.name and layer.name != name:
-                raise PlanError(f"{title}: its layer {i} is {layer.name}, the model's {name}; {remedy}")
+                raise PlanError(f"{self._another_model}: its layer {i} is {layer.name}, the model's {name}; {_REMEASURE}")
             if layer.parameter_count is not None and layer.parameter_count != count:
-                raise PlanError(f"{title}: its layer {i} ({name}) has {layer.parameter_count} parameters, the model's {count}; "
-                                f"{remedy}")
+                raise PlanError(f"{self._another_model}: its layer {i} ({name}) has {layer.parameter_count} parameters, the "
+                                f"model's {count}; {_REMEASURE}")
 
     def costs(self, cuts: Sequence[int], P: int, recompute: Collection[int] = ()) -> "Costs":
         """The costs of a fold.
