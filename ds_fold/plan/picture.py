@@ -21,8 +21,8 @@ def draw(found: List, objective: str, path: str) -> None:
               label="no plan is faster with less memory")
     best = found[0]
     axis.scatter([best.peak_gib], [best.throughput], s=120, marker="*", color=BACKWARD[2], zorder=3, label=f"best {objective}")
-    axis.annotate(str(best.candidate), (best.peak_gib, best.throughput), xytext=(0, -14), textcoords="offset points", fontsize=8,
-                  ha="left" if best.peak_gib < sum(axis.get_xlim()) / 2 else "right", va="top", color=BACKWARD[2])
+    axis.annotate("best", (best.peak_gib, best.throughput), xytext=(8, 6), textcoords="offset points", color=BACKWARD[2])
+    axis.set_title(f"best {objective}: {best.candidate}", loc="left", fontsize=8, color=BACKWARD[2])
     axis.set_xlabel("memory of the fullest rank, GiB")
     axis.set_ylabel("samples/s")
     axis.grid(alpha=0.3)

@@ -21,7 +21,7 @@ from .placement import simulation_options
 from .space import PLANNED, Candidate, candidates
 
 #: simulated actions in each round (0.004 ms each, with lowering, proof and two steps)
-QUICK_ACTIONS, THOROUGH_ACTIONS = 3_000_000, 5_000_000
+QUICK_ACTIONS, THOROUGH_ACTIONS = 3_000_000, 4_000_000
 #: what a search may simulate and bound, and what it takes in all, in simulations
 SIMULATIONS, BOUNDS, WORK = 20, 8_000, 40
 #: balanced cuts are computed on whole numbers; this is the heaviest layer's
@@ -61,8 +61,8 @@ class Answer(NamedTuple):
     Attributes:
         found: each simulated candidate's best, best first; those that do not fit into memory are left out.
         layouts: (P, D) -> why the best plan is not one of it; the best one's own is missing.
-        counts: of candidates, of those whose bound does not fit into memory, that were simulated, whose cuts were searched, that
-            were not simulated, and of these of such that are excluded by their bounds.
+        counts: of candidates, of those that cannot fit into memory and of the others that cannot be better than the best, both by
+            their bounds, and of those that were simulated and whose cuts were searched.
         gap: how much better than the best could be what was not searched completely, by its bounds and with all or no layers
             recomputed, as a share of the best's value; 0: the best is proved.
     """
@@ -121,9 +121,9 @@ class Planner:
 
         return min(self.profiles, key=distance).scaled(micro_batch_size)
 
-    def fold(self, c: Candidate, **more: Any) -> FoldConfig:
+    def fold(self, c: Candidate) -> FoldConfig:
         """The candidate's ``ds_fold`` block."""
-        return FoldConfig(**{**self.kept, **c.block(), **more})
+        return FoldConfig(**{**self.kept, **c.block()})
 
     def exchange(self, c: Candidate) -> Tuple[Dict[str, Any], Exchange]:
         """Options for ``simulate``, and what bounds need to know of them."""
@@ -170,8 +170,6 @@ class Planner:
             bounds[c] = self.score(*self.bounds(c, self.exchange(c)[1]))
             progress(i + 1, len(every), "bounds")
         open_ones = [c for c in every if not bounds[c].excess]
-        if not open_ones:
-            raise self._too_little(min(every, key=bounds.__getitem__))
         found = self._simulate(open_ones, bounds, progress)
         self._search(open_ones, bounds, found, progress)
         fitting = sorted((f for f in found.values() if not f.score.excess), key=_order)
@@ -180,7 +178,7 @@ class Planner:
             same.setdefault((f.candidate[:-1], f.cuts, f.recompute), f)
         fitting = list(same.values())
         if not fitting:
-            raise self._too_little(min(found.values(), key=_order).candidate)
+            fitting = [self._nearest(min(found.values(), key=_order).candidate if found else min(every, key=bounds.__getitem__))]
         best = fitting[0]
         left = [c for c in open_ones if _below(bounds[c], best.score)]
         counts = {"candidates": len(every), "memory": len(every) - len(open_ones), "bounds": len(open_ones) - len(left),
@@ -262,6 +260,19 @@ class Planner:
             if best is None or found[c].score < best:
                 best = found[c].score
 
+    def _nearest(self, c: Candidate) -> Found:
+        """Where nothing fits: this one with the cuts and recomputed layers that take the least memory. Raises PlanError where they
+        do not fit, either."""
+        c = c._replace(recompute="auto")
+        chain = self.chain(c, "memory")
+        cuts, recompute, score = search(chain, None, None, SIMULATIONS * chain.program.num_actions, most_bounds=BOUNDS)
+        if not score.excess:
+            return Found(c, tuple(cuts), recompute, self.chain(c).score(cuts, recompute), True)
+        raise PlanError(f"no plan fits into the devices' memory: the nearest, {c} with {len(recompute)} of {self.layers} layers "
+                        f"recomputed, needs {score.peak_bytes / GIB:.3f} GiB on a device, which has "
+                        f"{(score.peak_bytes - score.excess) / GIB:.3f} ({score.excess / GIB:.3f} too little); use more or larger "
+                        f"devices, or a smaller train_batch_size")
+
     def _ways(self, c: Candidate) -> int:
         """To cut the layers."""
         return comb(self.layers - 1, c.P * c.segments - 1)
@@ -298,16 +309,6 @@ class Planner:
         more = score.value / best.value - 1 if best.value else 0.0
         return {"throughput": f"{more:.1%} slower", "memory": f"{more:.1%} more memory",
                 "memory_efficiency": f"{1 - 1 / (1 + more):.1%} less memory efficiency"}[self.objective]
-
-    def _too_little(self, c: Candidate) -> PlanError:
-        """Nothing fits: the nearest miss is searched for the least memory."""
-        _, recompute, score = search(self.chain(c, "memory"))
-        limit = score.peak_bytes - score.excess
-        c = c._replace(recompute="auto")
-        return PlanError(f"no plan fits into the devices' memory: the nearest, {c} with {len(recompute)} "
-                         f"of {self.layers} layers recomputed, needs {score.peak_bytes / GIB:.3f} GiB on a device, which has "
-                         f"{limit / GIB:.3f} ({score.excess / GIB:.3f} too little); use more or larger devices, or a smaller "
-                         f"train_batch_size")
 
 
 def _below(bound: Score, best: Score) -> bool:
