@@ -31,6 +31,9 @@ def run(args) -> int:
     from .planner import Planner
     if args.explain and os.path.splitext(args.explain)[1].lower() not in _PICTURES:
         raise PlanError(f"--explain {args.explain}: use one of the suffixes {', '.join(_PICTURES)}")
+    folder = os.path.dirname(args.output)
+    if folder and not os.path.isdir(folder):
+        raise PlanError(f"--output {args.output}: there is no folder {folder}")
     config = load_config(args.config)
     planner = Planner(config, [Profile.load(path) for path in args.profile], Cluster.load(args.cluster), args.objective)
     with tqdm(leave=False, disable=None) as bar:  # no bar where nobody looks

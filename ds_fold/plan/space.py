@@ -8,9 +8,10 @@ from .costs import Cluster, PlanError
 
 #: most segments that are tried
 MOST_SEGMENTS = 8
-#: keys of the ``ds_fold`` block that a plan decides; the others stay as they are given
+#: keys of the ``ds_fold`` block that a plan decides or sets back to their defaults; the others stay as they are given
 PLANNED = ("schedule", "segments", "last_segment", "micro_batch_group", "head_backward", "partition", "recompute",
-           "overlap_grad_reduce", "align_grad_reduce", "overlap_param_gather", "optimizer_step", "plan")
+           "overlap_grad_reduce", "align_grad_reduce", "overlap_param_gather", "shard_params", "optimizer_step", "early_segments",
+           "plan")
 RECOMPUTE = ("none", "all", "auto")
 
 
