@@ -29,6 +29,7 @@ GRID = {
     "label_transport": [False, True],
     "trace": [False, True],
     "optimizer_step": ["validated", "post_validated"],
+    "shard_params": [False, True],
 }
 
 
@@ -42,6 +43,8 @@ def _possible(case) -> bool:
         return False  # the last rank's order is immediate already, or refused: see test_order
     if case["optimizer_step"] == "post_validated" and case["overlap"] in ("off", "gather"):
         return False  # refused: see test_config
+    if case["shard_params"] and (case["segments"] == 1 or case["zero"] == 0):
+        return False  # refused: see test_shard_params
     return True
 
 
@@ -54,6 +57,7 @@ def _id(case) -> str:
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
     words += ["post_validated"] * (case["optimizer_step"] == "post_validated")
+    words += ["shard_params"] * case["shard_params"]
     words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"]
     words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
@@ -62,7 +66,7 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"],
-                                         "optimizer_step": case["optimizer_step"]}
+                                         "optimizer_step": case["optimizer_step"], "shard_params": case["shard_params"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
@@ -120,8 +124,9 @@ def test_every_possible_pair_of_options_meets():
     pairs = [((a, repr(x)), (b, repr(y))) for a in GRID for b in GRID if a < b for x in GRID[a] for y in GRID[b]]
     unmet = {pair for pair in pairs if frozenset(pair) not in met}
     # gpipe, 1f1b x v 2, 3 (4); immediate x interleaved, grouped (2);
-    # grouped x M 1, and M < 2 P needs P <= 4: every layout meets it with M 8 (1); post_validated x overlap off, gather (2)
-    assert len(unmet) == 9, sorted(unmet)
+    # grouped x M 1, and M < 2 P needs P <= 4: every layout meets it with M 8 (1); post_validated x overlap off, gather (2);
+    # shard_params x v 1, gpipe, 1f1b, zero 0 (4)
+    assert len(unmet) == 13, sorted(unmet)
 
 
 def test_data_of_the_oracle_differ_between_replicas():

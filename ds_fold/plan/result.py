@@ -86,7 +86,8 @@ class Result:
                  states: Optional[States] = None):
         self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
         self.states = states or States(1.0, costs.optimizer_bytes_per_byte / (D if zero_stage else 1),
-                                       reducing=float(zero_stage == 2), lifetime="reduction" if zero_stage == 2 else "always")
+                                       reducing=float(zero_stage == 2), lifetime="reduction" if zero_stage == 2 else "always",
+                                       shard=1 / D if program.shard_params and D > 1 else None)
         self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
 
     @property

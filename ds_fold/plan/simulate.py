@@ -15,6 +15,7 @@ from ..schedule.actions import (
     RECV_GRAD,
     REDUCE,
     REDUCE_TIED,
+    RELEASE,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -237,6 +238,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
     STEP_SEGMENT: _step_segment,
     GATHER: _gather,
     WAIT_GATHER: _wait_gather,
+    RELEASE: _nothing,
 }
 
 
@@ -283,7 +285,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
     for me in ranks:
         for k, s in enumerate(range(me.r, v * P, P)):
             me.step_s.append(costs.optimizer_s(s, D, zero_stage))
-            gather = exchange_of(costs.trainable_bytes[s])
+            gather = exchange_of(costs.shardable_bytes(s) if program.shard_params else costs.trainable_bytes[s])
             me.gather_sizes.append(gather if zero_stage and gather.bytes else None)
             parts, lead_s = [], 0.0
             for backward_s, size in costs.layers[s] if by_layer and k == 0 else [(0.0, costs.trainable_bytes[s])]:

@@ -145,6 +145,8 @@ class PipelineEngine(Interpreter):
         self.fwd_outputs = []
         if self._training_batch:
             self.begin_batch()
+            if self._sharded is not None:
+                self._sharded.shard()
             self._backwards.clear()
             with nullcontext() if self._recorder is None else self._recorder.count_memory():
                 self._interpret(schedule)
@@ -192,6 +194,7 @@ class PipelineEngine(Interpreter):
         by_layer = self.fold.overlap_grad_reduce == "layer"
         # the program waits for the gathers, right after the step if not later
         return ShardedOptimizer(optimizer, self.module.segment_parameters(), defer_gather=True,
+                                shard_params=self.fold.overlap(self.fold_zero_stage).shard,
                                 layer_of=self.module.first_layers() if by_layer else None,
                                 chunk_bytes=self.fold.comm_chunk_bytes, **options)
 
@@ -244,6 +247,7 @@ class PipelineEngine(Interpreter):
                  f"M={self.micro_batches}", f"ZeRO {zero}"]
         overlap = fold.overlap(zero)
         words += ["reductions overlapped"] * overlap.reduce + ["gathers overlapped"] * overlap.gather
+        words += ["parameters sharded"] * overlap.shard
         return ", ".join(words)
 
     def transfer_bytes(self) -> Dict[str, int]:
@@ -318,6 +322,8 @@ class PipelineEngine(Interpreter):
         """DeepSpeed's ``save_checkpoint``, all or nothing: a save that is killed half-way leaves the checkpoints before it and
         ``latest`` as they were."""
         client_state = client_state or {}
+        if self._sharded is not None:
+            self._sharded.flush()  # layers are saved as they are
         if self.checkpoint_engine.is_decoupled():  # such an engine commits on its own, later
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)

@@ -65,13 +65,14 @@ class MeasuredMemory:
     def _look(self) -> None:
         engine, seen = self.engine, set()
         # not module.parameters(), which waits for gathers that another replica may launch only after this rank has gone on
-        parameters = [*chain(*engine.module.segment_parameters()), *engine.module.buffers()]
         buckets = getattr(engine.optimizer, "buckets", [])
+        parameters = [*chain(*engine.module.segment_parameters()), *engine.module.buffers()]
+        flats = [flat for bucket in buckets for flat in (bucket.flat, bucket.weights)]
         gradients = [*(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters),
                      *(bucket.full for bucket in buckets)]
         masters = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]
         slots = engine.slot_tensors()
-        for kind, roots in zip(KINDS, (parameters, gradients, [engine.optimizer, *masters], engine.message_tensors(),
+        for kind, roots in zip(KINDS, (parameters + flats, gradients, [engine.optimizer, *masters], engine.message_tensors(),
                                        [*slots, *_kept_by_functions(slots)])):
             self._held[kind] = _storages(roots, seen)
         self._reached = frozenset(seen)
@@ -114,7 +115,7 @@ class _Saved:
 
     def __init__(self, memory: MeasuredMemory, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
-        self.memory, self.tensor, self.address = memory, tensor, storage.data_ptr()
+        self.memory, self.tensor, self.address = memory, tensor, storage._cdata
         memory.saved(self.address, storage.nbytes())
 
     def __del__(self):
@@ -122,7 +123,8 @@ class _Saved:
 
 
 def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:
-    """address -> bytes of the storages that can be reached from ``roots`` and are not in ``seen``, which grows by them.
+    """address -> bytes of the storages that can be reached from ``roots`` and are not in ``seen``, which grows by them. The address
+    is that of the storage object: its memory moves where it is freed and filled again.
 
     Looks into containers, what functions close over, and objects of ds_fold, DeepSpeed's runtime and
     torch.optim; not into modules, whose tensors others count.
@@ -134,9 +136,9 @@ def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:
         value = stack.pop()
         if torch.is_tensor(value):
             storage = value.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[storage.data_ptr()] = storage.nbytes()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[storage._cdata] = storage.nbytes()
             continue
         if isinstance(value, (str, bytes, int, float, type(None), type, torch.nn.Module)) or id(value) in visited:
             continue

@@ -63,6 +63,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
             hide behind, has a bucket per layer; others have one, unless ``bucket_numel`` is smaller.
         bucket_numel: with ``layer_of``, most elements of a bucket, unless it is one parameter.
         chunk_bytes: most bytes of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
+        shard_params: with stages 1 and 2, release_params() frees a segment's parameters but for this rank's part, until the next
+            gather_params(). Tied weights, parameters that several segments share and, with one replica, all stay whole.
         defer_gather: False: step() returns with all parameters whole.
         check_overflow: skip a step whose gradients are not finite; default: unless bf16, as DeepSpeed's ZeRO.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: DeepSpeed's, for fp16.
@@ -86,6 +88,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
                  layer_of: Optional[Dict[torch.nn.Parameter, int]] = None,
                  bucket_numel: int = 500_000_000,
                  chunk_bytes: int = CHUNK_BYTES,
+                 shard_params: bool = False,
                  defer_gather: bool = True,
                  check_overflow: Optional[bool] = None,
                  static_loss_scale: float = 1.0,
@@ -102,6 +105,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.communication_dtype = communication_dtype or dtype
         self.check_overflow = dtype != torch.bfloat16 if check_overflow is None else check_overflow
         self.defer_gather = defer_gather
+        if shard_params and stage == 0:
+            raise ValueError("shard_params needs ZeRO stage 1 or 2, which keep shards")
         self.replicas = Replicas(data_parallel_group, chunk_bytes)
         # not the replicas' group: a norm must not queue behind gathers
         self._everyone = duplicate_group(None) if dist.get_world_size() > 1 else None
@@ -113,7 +118,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
             made = [
                 Bucket(key, parameters, self.replicas, stage > 0, accumulate_dtype or parameters[0].dtype,
                        groups_of_ties[key.tie] if key.tie >= 0 else None,
-                       self._launch_final if by_layer and key.leaves_early else None)
+                       self._launch_final if by_layer and key.leaves_early else None,
+                       shard_params and key.leaves_early and self.replicas.size > 1)
                 for key, parameters in buckets.items()
             ]
             group["params"] = [bucket.master for bucket in made]
@@ -126,10 +132,13 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self._launch_order = [sorted(buckets, key=lambda b: (not b.key.leaves_early, -b.key.place)) for buckets in self._end_with]
         self._phases = [_Phase.IDLE] * v
         self._launched: List[int] = []  # segments of this step, in order
-        self._by_layer = by_layer
+        self._by_layer, self._destroyed = by_layer, False
         self._leaving: Optional[int] = None  # the segment in its last backward, by layer
         #: most bytes of full-size gradients that were held at once, since it was last set
         self.peak_full_gradient_bytes = 0
+        #: most bytes of whole parameters that were held at once after a gather_params(), since it was last set
+        self.peak_full_parameter_bytes = 0
+        self._releasing = frozenset(b.flat.untyped_storage()._cdata for b in self.buckets if b.releases)
         self.link_parameters()
 
     # gradients ------------------------------------------------------------------------------------------------------------
@@ -218,13 +227,14 @@ class ShardedOptimizer(ZeroOptimizerBase):
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     def bytes_sent(self, k: int) -> Tuple[int, int]:
-        """Bytes that this rank sends in a reduction and in a gather of segment ``k``, without the sums of tied weights."""
+        """Bytes that this rank sends in a reduction and in a gather of segment ``k``, without the sums of tied weights; where
+        parameters are sharded, in each of its gathers, of what is released."""
         reduced = gathered = 0
         for bucket in self._end_with[k]:
             sent = bucket.flat.numel() // self.replicas.size * (self.replicas.size - 1)
             # an all-reduce moves a reduce-scatter and a gather
             reduced += sent * self._wire_dtype(bucket).itemsize * (1 if bucket.sharded else 2)
-            gathered += sent * bucket.flat.element_size() * bucket.sharded
+            gathered += sent * bucket.flat.element_size() * (bucket.releases if self._releasing else bucket.sharded)
         return reduced, gathered
 
     def _advance(self, k: int, call: str, expected: _Phase, next_phase: _Phase) -> None:
@@ -389,11 +399,16 @@ class ShardedOptimizer(ZeroOptimizerBase):
     # parameters -----------------------------------------------------------------------------------------------------------
 
     def _launch_gathers(self, buckets: Iterable[Bucket]) -> None:
-        """In order of first use. On CUDA they run on the communicator's own stream (not run on the machine this was written on)."""
+        """Of what was stepped, in order of first use; where parameters are sharded, it waits for gather_params(). On CUDA they run
+        on the communicator's own stream (not run on the machine this was written on)."""
         wanted = set(buckets)
         for bucket in chain(*self._end_with):
-            if bucket in wanted and bucket.sharded and self.replicas.size > 1:
+            if bucket not in wanted or not bucket.sharded or self.replicas.size == 1:
+                continue
+            if not bucket.releases:
                 bucket.gather = self.replicas.all_gather(bucket.flat)
+            elif bucket.whole:  # with old parameters
+                bucket.free()
 
     @staticmethod
     def _wait_gathers(buckets: Iterable[Bucket]) -> None:
@@ -406,9 +421,54 @@ class ShardedOptimizer(ZeroOptimizerBase):
         """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole."""
         self._wait_gathers(self._end_with[k])
 
+    @torch.no_grad()
+    def gather_params(self, k: int) -> None:
+        """Launch the gather of segment ``k``'s parameters, as far as they are released."""
+        for bucket in self._end_with[k]:
+            if not bucket.whole:
+                bucket.fill()
+                bucket.gather = self.replicas.all_gather(bucket.flat)
+        self.peak_full_parameter_bytes = max(self.peak_full_parameter_bytes, self.full_parameter_bytes)
+
+    @torch.no_grad()
+    def release_params(self, k: int) -> None:
+        """Where parameters are sharded, free those of segment ``k`` but for this rank's part. Waits for a gather of them."""
+        self._wait_gathers(self._end_with[k])
+        for bucket in self._end_with[k]:
+            if bucket.releases and bucket.whole:
+                bucket.adopt()
+                bucket.free()
+
+    def shard(self) -> None:
+        """Release all parameters that may be."""
+        for k in range(len(self._end_with)):
+            self.release_params(k)
+
+    def keep_from_release(self, outputs):
+        """``outputs``, a tensor or a tuple of tensors, with a copy in place of a parameter or a view of one: it is used later, when
+        the parameter may be released."""
+        if not self._releasing:
+            return outputs
+        if isinstance(outputs, tuple):
+            return tuple(self.keep_from_release(t) for t in outputs)
+        return outputs.clone() if outputs.untyped_storage()._cdata in self._releasing else outputs
+
+    @property
+    def full_parameter_bytes(self) -> int:
+        """Bytes of whole parameters, and of buffers that they are gathered into, on this rank now."""
+        return sum(bucket.flat.untyped_storage().nbytes() for bucket in self.buckets)
+
     def flush(self) -> None:
-        """Wait until all parameters are whole; whatever reads or writes them outside of the forward calls this first."""
+        """Wait until all parameters are whole; whatever reads or writes them outside of the forward calls this first. Where they
+        are sharded it gathers them, and all replicas must call it. Raises RuntimeError after :meth:`destroy`."""
         self._wait_gathers(self.buckets)
+        if any(not bucket.whole for bucket in self.buckets):
+            if self._destroyed:
+                raise RuntimeError("parameters are sharded and their optimizer is destroyed: read them, with state_dict() or "
+                                   "named_parameters() on all ranks, before destroy()")
+            for k in range(len(self._end_with)):
+                self.gather_params(k)
+            self._wait_gathers(self.buckets)
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
@@ -455,8 +515,9 @@ class ShardedOptimizer(ZeroOptimizerBase):
     # end ------------------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Wait for what is in flight and free buffers, hooks and process groups. Call on all ranks."""
-        self.flush()
+        """Wait for what is in flight and free buffers, hooks and process groups. Call on all ranks. Sharded parameters stay so."""
+        self._wait_gathers(self.buckets)
+        self._destroyed = True
         self.unlink()
         for bucket in self.buckets:
             bucket.destroy()
