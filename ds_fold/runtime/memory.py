@@ -115,16 +115,19 @@ class _Saved:
 
     def __init__(self, memory: MeasuredMemory, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
-        self.memory, self.tensor, self.address = memory, tensor, storage._cdata
-        memory.saved(self.address, storage.nbytes())
+        self.memory, self.tensor, self.address = memory, tensor, None
+        # sharded parameters move when they are released and gathered again, and are counted as parameters
+        if storage._cdata not in getattr(memory.engine.optimizer, "releasing", ()):
+            self.address = storage.data_ptr()
+            memory.saved(self.address, storage.nbytes())
 
     def __del__(self):
-        self.memory.freed(self.address)
+        if self.address is not None:
+            self.memory.freed(self.address)
 
 
 def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:
-    """address -> bytes of the storages that can be reached from ``roots`` and are not in ``seen``, which grows by them. The address
-    is that of the storage object: its memory moves where it is freed and filled again.
+    """address -> bytes of the storages that can be reached from ``roots`` and are not in ``seen``, which grows by them.
 
     Looks into containers, what functions close over, and objects of ds_fold, DeepSpeed's runtime and
     torch.optim; not into modules, whose tensors others count.
@@ -136,9 +139,9 @@ def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:
         value = stack.pop()
         if torch.is_tensor(value):
             storage = value.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                found[storage._cdata] = storage.nbytes()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[storage.data_ptr()] = storage.nbytes()
             continue
         if isinstance(value, (str, bytes, int, float, type(None), type, torch.nn.Module)) or id(value) in visited:
             continue

@@ -138,7 +138,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.peak_full_gradient_bytes = 0
         #: most bytes of whole parameters that were held at once after a gather_params(), since it was last set
         self.peak_full_parameter_bytes = 0
-        self._releasing = frozenset(b.flat.untyped_storage()._cdata for b in self.buckets if b.releases)
+        #: addresses of the storages that may be released
+        self.releasing = frozenset(b.flat.untyped_storage()._cdata for b in self.buckets if b.releases)
         self.link_parameters()
 
     # gradients ------------------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
             sent = bucket.flat.numel() // self.replicas.size * (self.replicas.size - 1)
             # an all-reduce moves a reduce-scatter and a gather
             reduced += sent * self._wire_dtype(bucket).itemsize * (1 if bucket.sharded else 2)
-            gathered += sent * bucket.flat.element_size() * (bucket.releases if self._releasing else bucket.sharded)
+            gathered += sent * bucket.flat.element_size() * (bucket.releases if self.releasing else bucket.sharded)
         return reduced, gathered
 
     def _advance(self, k: int, call: str, expected: _Phase, next_phase: _Phase) -> None:
@@ -447,11 +448,11 @@ class ShardedOptimizer(ZeroOptimizerBase):
     def keep_from_release(self, outputs):
         """``outputs``, a tensor or a tuple of tensors, with a copy in place of a parameter or a view of one: it is used later, when
         the parameter may be released."""
-        if not self._releasing:
+        if not self.releasing:
             return outputs
         if isinstance(outputs, tuple):
             return tuple(self.keep_from_release(t) for t in outputs)
-        return outputs.clone() if outputs.untyped_storage()._cdata in self._releasing else outputs
+        return outputs.clone() if outputs.untyped_storage()._cdata in self.releasing else outputs
 
     @property
     def full_parameter_bytes(self) -> int:
