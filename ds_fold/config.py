@@ -128,6 +128,13 @@ class FoldConfig(DeepSpeedConfigModel):
     first use; with overlap_grad_reduce "layer" each layer's before its own. What reads parameters through the engine or the
     module's named_parameters() and state_dict() waits for them."""
 
+    shard_params: bool = False
+    """ZeRO 1 and 2: a segment's parameters are gathered for its forwards and again for its backwards, and released in between, so
+    that two segments are whole at a time and of the others there is this replica's shard; ``overlap_param_gather`` gathers one
+    segment ahead. The numbers are the same. Sends up to twice the bytes of a gather per step. Weights that several segments or
+    pipeline ranks share stay whole. Needs more than one segment, and saves from three on. Reading parameters, evaluating and saving
+    gathers all of them: every replica has to do it."""
+
     comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
     waits behind one such at most. Each costs 0.1 to 0.6 ms. Where DeepSpeed's wrappers reduce, they send in their own way."""
@@ -189,6 +196,14 @@ class FoldConfig(DeepSpeedConfigModel):
     @classmethod
     def _known_overlap(cls, value):
         return _one_of(value, ("off", "segment", "layer"))
+
+    @field_validator("shard_params")
+    @classmethod
+    def _segments_to_shard(cls, value, info):
+        if value and info.data.get("segments") == 1:
+            raise ValueError("releases a segment's parameters while others compute, but segments=1: they are needed all the time; "
+                             "set segments to 3 or more with schedule \"aiao\", or shard_params: false")
+        return value
 
     @field_validator("recompute")
     @classmethod
@@ -263,7 +278,7 @@ class FoldConfig(DeepSpeedConfigModel):
 
     def needs_own_optimizer(self, zero_stage: int) -> bool:
         """Whether only ds_fold's sharded optimizer can do what the block says."""
-        return self.overlap_grad_reduce != "off" or self.overlap_param_gather or zero_stage == 2
+        return self.overlap_grad_reduce != "off" or self.overlap_param_gather or self.shard_params or zero_stage == 2
 
     def owns_optimizer(self, zero_stage: int, half: bool = False) -> bool:
         """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers, of which there is none with ZeRO-0 in fp32.
@@ -271,9 +286,14 @@ class FoldConfig(DeepSpeedConfigModel):
         return self.needs_own_optimizer(zero_stage) or bool(self.model_fields_set) and (zero_stage == 1 or half)
 
     def overlap(self, zero_stage: int) -> Overlap:
-        """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
-        return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
-                       1 if zero_stage == 2 else None, self.optimizer_step == "post_validated", self.align_grad_reduce)
+        """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most. Raises ConfigError."""
+        if self.shard_params and zero_stage == 0:
+            raise ConfigError(f"{BLOCK}.shard_params keeps a shard of the parameters per replica, but zero_optimization.stage=0 "
+                              f"shards nothing; set the stage to 1 or 2 (2: gradients of two segments at a time, too), or "
+                              f"{BLOCK}.shard_params: false")
+        return Overlap(reduce=self.overlap_grad_reduce != "off" or zero_stage == 2, gather=self.overlap_param_gather,
+                       in_flight=1 if zero_stage == 2 else None, early_step=self.optimizer_step == "post_validated",
+                       align=self.align_grad_reduce, shard=self.shard_params)
 
     @property
     def preset(self) -> Optional[str]:
