@@ -21,7 +21,7 @@ Where parameters are sharded, all gathers stand within the batch instead: see :m
 ``Rk`` is where the launch is complete: by layer, most of it happened within the B before, where a program cannot look.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import FrozenSet, List, NamedTuple, Optional, Tuple
 
 from .actions import (
     GATHER,
@@ -60,7 +60,8 @@ class Overlap(NamedTuple):
         gather: wait for a segment's gather before its first forward in the next batch, instead of right after the step.
         in_flight: with ``reduce``, most segments whose reduction is launched and not waited for when another segment's backward
             begins (None: any number). Under AIAO this bounds the full gradients that exist to one segment more.
-        early_step: with ``reduce``, step a segment and launch its gather once the next segment's reduction is launched.
+        early: with ``reduce``, segments (not 0) that are stepped and whose gathers are launched once the next segment's reduction
+            is launched.
         align: with ``reduce``, pipeline rank r holds a launch back for r more of its backwards. A folded backward reaches rank 0
             P-1 backwards after rank P-1, so that all ranks launch together; what is held when backwards end, or when ``in_flight``
             has no room for it, is launched there. The idea is Megatron-Core's ``align_grad_reduce``.
@@ -69,7 +70,7 @@ class Overlap(NamedTuple):
     reduce: bool = False
     gather: bool = False
     in_flight: Optional[int] = None
-    early_step: bool = False
+    early: FrozenSet[int] = frozenset()
     align: bool = False
     shard: bool = False
 
@@ -146,8 +147,8 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     def launch_held() -> None:
         k, _ = held.pop(0)
         emit(Action(REDUCE, k))
-        while overlap.early_step and reducing:
-            early = reducing.pop(0)
+        for early in [s for s in reducing if s in overlap.early]:
+            reducing.remove(early)
             program.extend((Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early)))
             if not sharded:
                 emit(Action(GATHER, early))

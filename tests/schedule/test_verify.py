@@ -32,10 +32,12 @@ def test_unknown_action_is_refused():
         verify(broken)
 
 
-OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, True),
-            Overlap(True, True, None, True), Overlap(True, True, None, align=True), Overlap(True, False, 1, align=True),
-            Overlap(True, True, None, True, True)]
-SHARDED = [Overlap(shard=True), Overlap(True, True, 1, shard=True), Overlap(True, True, None, True, shard=True)]
+#: more segments than any program here has
+EARLY = frozenset(range(1, 99))
+OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, EARLY),
+            Overlap(True, True, None, EARLY), Overlap(True, True, None, align=True), Overlap(True, False, 1, align=True),
+            Overlap(True, True, None, EARLY, True)]
+SHARDED = [Overlap(shard=True), Overlap(True, True, 1, shard=True), Overlap(True, True, None, EARLY, shard=True)]
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS + SHARDED[:2])  # with an early step and no gather after it, the step steps the rest
@@ -98,7 +100,7 @@ def test_reductions_and_gathers_stand_where_overlap_says(schedule, P, v, M):
                 else:
                     assert set(between) <= {"SG"} if overlap.reduce else at[f"R{k}"] > last_compute
                 assert at[f"WG{k}"] < first_forward if overlap.gather else at[f"WG{k}"] > max(at[f"G{k}"], at["STEP"])
-                if overlap.early_step and k:
+                if k and overlap.early:
                     assert actions[at[f"S{k}"] - 1].op == "WR" and at[f"S{k}"] == at[f"G{k}"] - 1 == at[f"R{k - 1}"] + 2
                 else:
                     assert f"S{k}" not in at and at[f"G{k}"] > at["STEP"]
@@ -130,9 +132,14 @@ def test_aligned_launches_do_not_exceed_what_may_be_in_flight():
 
 
 def test_an_early_step_follows_the_launch_of_the_next_reduction():
-    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format(0)
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, EARLY)).format(0)
     assert text == ("rank 0: WG0 L0.0 F0.0 L0.1 F0.1 WG1 F1.0 F1.1 WG2 F2.0 B2.0 F2.1 B2.1 R2 B1.0 B1.1 R1 WR2 S2 G2 B0.0 B0.1 R0 "
                     "WR1 S1 G1 RT WR0 STEP G0")
+
+
+def test_what_is_not_stepped_early_is_waited_for_with_the_rest():
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, None, frozenset([1]))).format(0)
+    assert text.endswith("B2.1 R2 B1.0 B1.1 R1 B0.0 B0.1 R0 WR1 S1 G1 RT WR2 WR0 STEP G0 G2")
 
 
 def test_sharded_parameters_are_gathered_for_a_sweep_one_segment_ahead_and_released_after_it():
@@ -177,7 +184,7 @@ def test_sharded_parameters_are_whole_where_they_are_used(moved, to, message):
     ("WR2 STEP S2 G2", r"STEP.*before the last backward"),
 ])
 def test_an_early_step_stands_between_its_reduction_and_its_gather(moved, message):
-    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format()
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, EARLY)).format()
     with pytest.raises(VerificationError, match=message):
         verify(Program.parse(text.replace("WR2 S2 G2", moved)))
     with pytest.raises(VerificationError, match=r"S2.*comes after the step"):
