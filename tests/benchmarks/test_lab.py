@@ -59,7 +59,7 @@ def processes(mark):
     return count
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
