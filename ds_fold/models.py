@@ -7,6 +7,7 @@ from typing import Callable, List, NamedTuple
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from packaging.version import Version
 from torch import nn
 
 from .config import ConfigError
@@ -18,6 +19,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
 }
+#: release of transformers; before, blocks answer in another form or are initialised in another way
+OLDEST = "5.17"
 #: implementations of attention that take no mask for causal attention, and the one that needs it
 ATTENTION = ("sdpa", "flash_attention_2", "eager")
 
@@ -45,13 +48,15 @@ def from_transformers(model_or_config) -> PipelineLayers:
             layers keep the model, so that every rank holds all of it in host memory.
 
     Raises:
-        ImportError: without ``transformers``.
+        ImportError: without ``transformers``, or with one that is too old.
         ConfigError: for another architecture, or attention that needs a mask of its own.
     """
     try:
-        from transformers import AutoModelForCausalLM, PreTrainedConfig
+        from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__
+        if Version(__version__) < Version(OLDEST):
+            raise ImportError(f"{__version__} is installed")
     except ImportError as error:
-        raise ImportError(f"ds_fold.models needs Hugging Face's transformers 5 or newer ({error}): "
+        raise ImportError(f"ds_fold.models needs Hugging Face's transformers {OLDEST} or newer ({error}): "
                           f"pip install 'ds_fold[transformers]'") from error
     is_config = isinstance(model_or_config, PreTrainedConfig)
     config = model_or_config if is_config else getattr(model_or_config, "config", None)

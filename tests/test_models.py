@@ -140,7 +140,11 @@ def test_what_cannot_be_cut_is_refused_by_name():
         embedding(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_without_transformers_the_message_names_the_extra(monkeypatch):
+def test_without_transformers_or_with_an_old_one_the_message_names_the_extra(monkeypatch):
+    import transformers
+    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    with pytest.raises(ImportError, match=r"5\.17 or newer \(5\.16\.2 is installed\): pip install 'ds_fold\[transformers\]'"):
+        from_transformers(small("gpt2"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'ds_fold\[transformers\]'"):
         ds_fold.models.from_transformers(None)
