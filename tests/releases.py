@@ -28,7 +28,7 @@ def install(folder: Path, minor: str) -> None:
     constraints.write_text("\n".join([*pins, f"deepspeed=={minor}.*"]) + "\n")
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    needed = setup["options"]["install_requires"].split() + setup["options.extras_require"]["test"].split()
+    needed = (setup["options"]["install_requires"] + setup["options.extras_require"]["test"]).strip().splitlines()
     needed = [name for name in needed if re.match(r"[\w-]+", name)[0] not in ("deepspeed", "torch", "ruff", "transformers")]
     for packages in (["torch"], ["deepspeed", *needed]):
         subprocess.run([folder / "bin/python", "-m", "pip", "install", "-q", "-c", constraints, *packages], check=True)
