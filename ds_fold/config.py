@@ -46,6 +46,7 @@ class TraceConfig(DeepSpeedConfigModel):
     """Which steps to record."""
 
     enabled: bool = False
+    """Whether to record at all."""
 
     steps: List[int] = [3, 6]
     """First global step and one past the last, counted from 0. A recording is held in memory until its end."""
