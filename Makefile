@@ -2,7 +2,7 @@
 # make test   the whole test suite
 # make soak   1,000 random schedules on random models proved, 150 of them run and compared with one process; about 6 minutes
 # make bench  DeepSpeed, torch and ds_fold side by side on an emulated slow network (needs root), and on this machine's processors
-# make compat the core tests under the newest release of each of four minor versions of DeepSpeed; downloads them, about 15 minutes
+# make compat the core tests under the newest release of each of four minor versions of DeepSpeed; downloads them, about 8 minutes
 # make docs   the documentation as a web site, in build/site
 # All make their own virtual environment in .venv first.
 

@@ -3,8 +3,9 @@
 from deepspeed import __version__
 from packaging.version import Version
 
-#: releases of DeepSpeed that this folder was written for; before 0.19.3 pipelines scaled gradients wrongly
-SUPPORTED_DEEPSPEED = ("0.19.3", "0.20")
+#: releases of DeepSpeed that this folder was written for. 0.19.8 is the first whose pipeline engine asks a method for its schedule;
+#: before 0.19.3 pipelines scaled gradients wrongly, too
+SUPPORTED_DEEPSPEED = ("0.19.8", "0.20")
 
 
 def check_deepspeed_version(version: str = __version__) -> None:
