@@ -3,8 +3,8 @@
     python benchmarks/compare.py                     the default case: P=4, D=2, one rank a host, 200 Mbit/s; about 4 minutes
     python benchmarks/compare.py --case smoke        P=2, D=2; under a minute
     python benchmarks/compare.py --case full         every contender, in two launches; about 8 minutes
-    python benchmarks/compare.py --case hide         what each option of the overlap adds, at v=4
-    python benchmarks/compare.py --case v8           the same at v=8, with 32 layers, so that chunks have a whole layer
+    python benchmarks/compare.py --case hide         what each option of the overlap adds, at v=4, with 32 layers: two a chunk
+    python benchmarks/compare.py --case v8           the same at v=8, with 64 layers
     python benchmarks/compare.py --slow-motion 2     the same case at half the rate with layers twice as long: steadier, see below
     python benchmarks/compare.py --sweep share       one axis: micro_batches, segments, share, activation or ranks_per_host
 
@@ -60,6 +60,8 @@ OPTIONS = {
     "by layer": {**OVERLAP, "overlap_grad_reduce": "layer"},
     "post-validated": {**OVERLAP, "optimizer_step": "post_validated", **LOOSE_CLIP},
     "by layer, post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated", **LOOSE_CLIP},
+    "by layer, all post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated",
+                                     "early_segments": "all", **LOOSE_CLIP},
     "gradients in bf16": {**OVERLAP, "config": {"communication_data_type": "bf16"}},
 }
 #: what each option of the overlap adds
@@ -85,10 +87,9 @@ CASES = {
     "full": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
               [_named(REFERENCE, "DeepSpeed DualPipeV", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
-    "hide": (DEFAULT, [_named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", *(n for n in HIDE if "v=4" in n))]),
-    "v8": ({**DEFAULT, "layers": 32},
-           [_named(REFERENCE, *V8, "ds_fold aiao v=8, overlapped", "ds_fold aiao v=8, by layer",
-                   "ds_fold aiao v=8, by layer, post-validated")]),
+    "hide": ({**DEFAULT, "layers": 32},
+             [_named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", *(n for n in HIDE if "v=4" in n))]),
+    "v8": ({**DEFAULT, "layers": 64}, [_named(REFERENCE, *V8, *(n for n in HIDE if "v=8" in n and "layer" in n))]),
 }
 FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)
@@ -153,7 +154,8 @@ def main() -> int:
     if args.sweep:
         values, change = SWEEPS[args.sweep]
         points = [(value, *change(value, setting, args.share, 1, FEW)) for value in values]
-    name = (args.sweep or args.case) + (f"-slow{args.slow_motion:g}" if args.slow_motion != 1 else "")
+    name = (args.sweep or args.case) + (f"-{args.rate:g}mbit" if args.rate != 200 else "") + (
+        f"-slow{args.slow_motion:g}" if args.slow_motion != 1 else "")
     results: List[Dict[str, Any]] = []
     start = time.monotonic()
     try:

@@ -7,6 +7,7 @@ The useful rate is 95.6 % of the line's: 1448 of the 1514 bytes of a full packet
 """
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -18,6 +19,7 @@ from lab import CpuUse, Lab, LabError, timed
 
 USEFUL = 1448 / 1514
 BYTES = 4 << 20
+BULK_BYTES = 24 << 20
 REPEATS = 5
 TOLERANCE = 0.10
 
@@ -52,6 +54,7 @@ class Report:
     """What a self-check found."""
     figures: List[Figure]
     latency_s: float  # one way, 4 bytes, idle network, median; there is no theory to compare it with
+    latency_in_bulk_s: float  # the same while ds_fold reduces 24 MiB between each two hosts; nan if that was over too soon
     cpu: CpuUse  # while measuring
     flags: List[str]  # of the run (see lab.Result)
     wall_s: float
@@ -61,7 +64,8 @@ class Report:
         return [figure for figure in self.figures if abs(figure.off) > TOLERANCE]
 
     def __str__(self) -> str:
-        lines = [*map(str, self.figures), f"4 B one way, idle: {1e6 * self.latency_s:.0f} us", f"CPU while measuring: {self.cpu}"]
+        lines = [*map(str, self.figures), f"4 B one way, idle: {1e6 * self.latency_s:.0f} us, during a reduction of 24 MiB: "
+                 f"{1e6 * self.latency_in_bulk_s:.0f} us", f"CPU while measuring: {self.cpu}"]
         return "\n".join(lines + [f"not to be trusted: {flag}" for flag in self.flags])
 
 
@@ -97,7 +101,7 @@ def measure(lab: Lab, python: Optional[str] = None) -> Report:
     if lab.hosts > 2:
         figures.append(Figure(f"4 MB all-reduce over {lab.hosts} hosts", times["all_reduce"],
                               all_reduce_s(BYTES, lab.rate_mbit, lab.hosts)))
-    return Report(figures, times["latency"], result.cpu, result.flags, result.wall_s)
+    return Report(figures, times["latency"], times["latency_in_bulk"], result.cpu, result.flags, result.wall_s)
 
 
 # in the ranks -------------------------------------------------------------------------------------------------------------
@@ -107,6 +111,8 @@ def rank_program() -> None:
     """What each rank of the check runs. Rank 0 prints the times, in s, as one line of JSON."""
     import torch
     import torch.distributed as dist
+
+    from ds_fold.runtime.collectives import Replicas
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -123,6 +129,9 @@ def rank_program() -> None:
         dist.all_reduce(payload, group=group)
         return time.monotonic() - start
 
+    neighbours = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
+    replicas = None if world % 2 else Replicas(neighbours[rank // 2])
+    gradients = torch.zeros(BULK_BYTES // 4)
     times = {}
     with timed():
         if rank < 2:
@@ -132,8 +141,19 @@ def rank_program() -> None:
         dist.barrier()
         if world > 2:
             times["all_reduce"] = fastest(lambda: all_reduce(None))
+        dist.barrier()
+        times["latency_in_bulk"] = math.nan
+        if replicas is not None:
+            reduction = replicas.reduce_scatter(gradients)
+            latency_s = _latency_s(rank, 20) if rank < 2 else math.nan
+            waits = time.monotonic()
+            reduction.wait()
+            if time.monotonic() - waits > 0.005:
+                times["latency_in_bulk"] = latency_s
     if rank == 0:
         print(json.dumps(times), flush=True)
+    if replicas is not None:
+        replicas.destroy()
     dist.destroy_process_group()
 
 

@@ -23,9 +23,11 @@ __all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name):
+    from importlib import import_module
+    if name == "models":
+        return import_module(f"{__name__}.models")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 

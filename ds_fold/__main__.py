@@ -111,8 +111,9 @@ def _check(args) -> int:
         print(program.format(r))
     print("\nlive activations, in chunks of 1/v of a rank:")
     for r in range(P):
+        whole = f", whole segments at most {report.peak_whole[r]} of {v}" if program.shard_params else ""
         print(f"  rank {r}  peak {report.peak_live[r]} of {v * M}, receives posted ahead at most {report.peak_posted[r]}, "
-              f"reductions in flight at most {report.peak_reducing[r]}")
+              f"reductions in flight at most {report.peak_reducing[r]}{whole}")
     print(f"\nbubble fraction {bubble_fraction(program):.1%} (free communication, backward = 2 forwards)")
     if args.timeline:
         _print_staircase(program)

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from typing import Any, Dict, FrozenSet, List, Optional, Union
+from typing import Any, Dict, FrozenSet, List, Literal, Optional, Union
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -48,6 +48,7 @@ class TraceConfig(DeepSpeedConfigModel):
     """Which steps to record."""
 
     enabled: bool = False
+    """Whether to record at all."""
 
     steps: List[int] = [3, 6]
     """First global step and one past the last, counted from 0. A recording is held in memory until its end."""
@@ -156,17 +157,29 @@ class FoldConfig(DeepSpeedConfigModel):
     first use; with overlap_grad_reduce "layer" each layer's before its own. What reads parameters through the engine or the
     module's named_parameters() and state_dict() waits for them."""
 
+    shard_params: bool = False
+    """ZeRO 1 and 2: a segment's parameters are gathered for its forwards and again for its backwards, and released in between, so
+    that two segments are whole at a time and of the others there is this replica's shard; ``overlap_param_gather`` gathers one
+    segment ahead. The numbers are the same. Sends up to twice the bytes of a gather per step. Weights that several segments or
+    pipeline ranks share stay whole. Needs more than one segment, and saves from three on. Reading parameters, evaluating and saving
+    gathers all of them: every replica has to do it."""
+
     comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
     waits behind one such at most. Each costs 0.1 to 0.6 ms. Where DeepSpeed's wrappers reduce, they send in their own way."""
 
     optimizer_step: str = "validated"
-    """"validated": every rank knows the norm of all gradients before anything is stepped. "post_validated": a segment is stepped,
-    and its gather launched, as soon as the next one's reduction is; at the end of the batch the norm is checked, and where
-    gradients overflowed or must be clipped the steps are taken back and made anew: the numbers are the same. Costs a copy of the
-    master weights and optimizer state (12 bytes a parameter with Adam, sharded) of all segments but one, from their step to the
-    end of the batch. Gains where clipping is rare and the wire idles within the backward, else costs: see docs/benchmarks.md. Needs
-    overlap_grad_reduce and more than one segment to change anything."""
+    """"validated": every rank knows the norm of all gradients before anything is stepped. "post_validated": the early_segments are
+    stepped, and their gathers launched, as soon as the next one's reduction is; at the end of the batch the norm is checked, and
+    where gradients overflowed or must be clipped the steps are taken back and made anew: the numbers are the same. Costs a copy of
+    the master weights and optimizer state (12 bytes a parameter with Adam, sharded) of those segments, from their step to the end
+    of the batch. Gains where clipping is rare: see docs/benchmarks.md. Needs overlap_grad_reduce and more than one segment to
+    change anything."""
+
+    early_segments: Optional[Union[Literal["all"], List[int]]] = None
+    """Which segments a "post_validated" optimizer_step steps early: "all" but segment 0, which is reduced last, or a list of them.
+    Each early gather stands between reductions on the wire and delays those behind it, so that few segments gain most. Default:
+    the second to be reduced, segments-2 (with two segments: 1)."""
 
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
@@ -221,6 +234,14 @@ class FoldConfig(DeepSpeedConfigModel):
     def _known_overlap(cls, value):
         return _one_of(value, ("off", "segment", "layer"))
 
+    @field_validator("shard_params")
+    @classmethod
+    def _segments_to_shard(cls, value, info):
+        if value and info.data.get("segments") == 1:
+            raise ValueError("releases a segment's parameters while others compute, but segments=1: they are needed all the time; "
+                             "set segments to 3 or more with schedule \"aiao\", or shard_params: false")
+        return value
+
     @field_validator("recompute")
     @classmethod
     def _known_recompute(cls, value):
@@ -246,6 +267,19 @@ class FoldConfig(DeepSpeedConfigModel):
         if _one_of(value, ("validated", "post_validated")) != "validated" and info.data.get("overlap_grad_reduce") == "off":
             raise ValueError(f"{value!r} steps a segment when its own reduction is over, but overlap_grad_reduce='off' reduces all "
                              f"of them at the end; set overlap_grad_reduce: \"segment\", or optimizer_step: \"validated\"")
+        return value
+
+    @field_validator("early_segments")
+    @classmethod
+    def _known_early_segments(cls, value, info):
+        step, segments = info.data.get("optimizer_step"), info.data.get("segments", 1)
+        if value is not None and step != "post_validated":
+            raise ValueError(f"{value!r} says what is stepped before all gradients are known, but optimizer_step={step!r} steps "
+                             f"nothing before; set optimizer_step: \"post_validated\", or leave early_segments out")
+        wrong = [] if value is None or value == "all" else [k for k in value if not 1 <= k < segments]
+        if wrong:
+            raise ValueError(f"{wrong} are not in 1..{segments - 1}: segments={segments}, of which segment 0 is reduced last and "
+                             f"cannot be early")
         return value
 
     @model_validator(mode="before")
@@ -294,17 +328,29 @@ class FoldConfig(DeepSpeedConfigModel):
 
     def needs_own_optimizer(self, zero_stage: int) -> bool:
         """Whether only ds_fold's sharded optimizer can do what the block says."""
-        return self.overlap_grad_reduce != "off" or self.overlap_param_gather or zero_stage == 2
+        return self.overlap_grad_reduce != "off" or self.overlap_param_gather or self.shard_params or zero_stage == 2
 
     def owns_optimizer(self, zero_stage: int, half: bool = False) -> bool:
         """Whether ds_fold's sharded optimizer takes the place of DeepSpeed's wrappers, of which there is none with ZeRO-0 in fp32.
         Not without a ``ds_fold`` block."""
         return self.needs_own_optimizer(zero_stage) or bool(self.model_fields_set) and (zero_stage == 1 or half)
 
+    def _early(self) -> FrozenSet[int]:
+        if self.optimizer_step != "post_validated" or self.segments == 1:
+            return frozenset()
+        if self.early_segments is None:
+            return frozenset((max(1, self.segments - 2), ))
+        return frozenset(range(1, self.segments) if self.early_segments == "all" else self.early_segments)
+
     def overlap(self, zero_stage: int) -> Overlap:
-        """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most."""
-        return Overlap(self.overlap_grad_reduce != "off" or zero_stage == 2, self.overlap_param_gather,
-                       1 if zero_stage == 2 else None, self.optimizer_step == "post_validated", self.align_grad_reduce)
+        """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most. Raises ConfigError."""
+        if self.shard_params and zero_stage == 0:
+            raise ConfigError(f"{BLOCK}.shard_params keeps a shard of the parameters per replica, but zero_optimization.stage=0 "
+                              f"shards nothing; set the stage to 1 or 2 (2: gradients of two segments at a time, too), or "
+                              f"{BLOCK}.shard_params: false")
+        return Overlap(reduce=self.overlap_grad_reduce != "off" or zero_stage == 2, gather=self.overlap_param_gather,
+                       in_flight=1 if zero_stage == 2 else None, early=self._early(),
+                       align=self.align_grad_reduce, shard=self.shard_params)
 
     @property
     def preset(self) -> Optional[str]:

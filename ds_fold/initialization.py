@@ -20,7 +20,6 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, *, 
     Raises:
         ConfigError: on every rank, before any training, naming the key, the values and the remedy.
     """
-    compat.check_deepspeed_version()
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"model is a {type(model).__name__}; build it with ds_fold.PipelineModule")
     if config is None and getattr(args, "deepspeed_config", None) is None and "config_params" not in kwargs and model.ds_config:

@@ -55,6 +55,7 @@ def draw(seed: int) -> Case:
     fold["align_grad_reduce"] = fold["overlap_grad_reduce"] == "segment" and r.random() < 0.3
     fold["overlap_param_gather"] = r.random() < 0.5
     config = {"zero": r.randint(0, 2), "clip": r.choice([0.0, 0.5])}
+    fold["shard_params"] = config["zero"] > 0 and fold["segments"] > 1 and r.random() < 0.3
     if r.random() < 0.3:
         config["pipeline"] = {"activation_checkpoint_interval": r.randint(1, 3), "use_reentrant": r.random() < 0.5}
     layers = _draw_layers(r, v * P + r.randint(0, 4))

@@ -27,6 +27,9 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
         assert (fold.schedule, fold.segments) == ("aiao", 4)
 
 
+EARLY = {"schedule": "aiao", "segments": 4, "overlap_grad_reduce": "segment", "optimizer_step": "post_validated"}
+
+
 @pytest.mark.parametrize("block,message", [
     ({"schedul": "aiao"}, r"ds_fold\.schedul: unknown key \(did you mean 'schedule'\?\); known keys are schedule, segments"),
     ({"schedule": "aioa"}, r"ds_fold\.schedule: 'aioa' is not a schedule \(did you mean 'aiao'\?\); use one of gpipe"),
@@ -45,6 +48,9 @@ def test_json_hjson_and_dict_say_the_same(tmp_path):
     ({"micro_batch_group": -1}, r"ds_fold\.micro_batch_group: .*got -1"),
     ({"optimizer_step": "early"}, r"ds_fold\.optimizer_step: 'early' is not one of 'validated', 'post_validated'"),
     ({"optimizer_step": "post_validated"}, r"ds_fold\.optimizer_step: .*overlap_grad_reduce='off' reduces all.*\"segment\", or"),
+    ({"early_segments": "all"}, r"ds_fold\.early_segments: 'all' says .*optimizer_step='validated' steps nothing before; set"),
+    ({**EARLY, "early_segments": [2, 0, 4]}, r"ds_fold\.early_segments: \[0, 4\] are not in 1\.\.3: segments=4, of which"),
+    ({**EARLY, "early_segments": "some"}, r"ds_fold\.early_segments"),
     ({"align_grad_reduce": True}, r"ds_fold\.align_grad_reduce: .*overlap_grad_reduce='off' reduces all at the end; set"),
     ({"align_grad_reduce": True, "overlap_grad_reduce": "layer"}, r"ds_fold\.align_grad_reduce: .*'layer' launches within"),
     ({"partition": [0, "x"]}, r"ds_fold\.partition\.1: .*got 'x'"),
@@ -146,3 +152,11 @@ def test_every_key_is_documented():
 def test_the_readme_has_every_key():
     table = (Path(__file__).parent.parent / "README.md").read_text()
     assert [key for key in FoldConfig.model_fields if f"`{key}`" not in table] == []
+
+
+@pytest.mark.parametrize("segments, early, expected", [
+    (4, {}, {2}), (2, {}, {1}), (1, {}, set()), (4, {"early_segments": "all"}, {1, 2, 3}), (4, {"early_segments": [3, 1]}, {1, 3}),
+])
+def test_which_segments_are_stepped_early(segments, early, expected):
+    fold = FoldConfig(**{**EARLY, "segments": segments, **early})
+    assert {a.segment for actions in fold.train_program(2, 4, 1).ranks for a in actions if a.op == "S"} == expected

@@ -36,9 +36,10 @@ GRID = {
     "receive_ahead": [1, 4],
     "label_transport": [False, True],
     "trace": [False, True],
-    "optimizer_step": ["validated", "post_validated"],
+    "optimizer_step": ["validated", "post_validated", "post_validated_all"],
     "align": [False, True],
     "debug": [False, True],
+    "shard_params": [False, True],
 }
 
 
@@ -50,10 +51,12 @@ def _possible(case) -> bool:
         return False
     if case["head_backward"] == "immediate" and schedule in ("interleaved_1f1b", "aiao_grouped"):
         return False  # the last rank's order is immediate already, or refused: see test_order
-    if case["optimizer_step"] == "post_validated" and case["overlap"] in ("off", "gather"):
+    if case["optimizer_step"] != "validated" and case["overlap"] in ("off", "gather"):
         return False  # refused: see test_config
     if case["align"] and "reduce" not in case["overlap"]:
         return False  # refused: see test_config
+    if case["shard_params"] and (case["segments"] == 1 or case["zero"] == 0):
+        return False  # refused: see test_shard_params
     return True
 
 
@@ -66,8 +69,8 @@ def _id(case) -> str:
              case["precision"], f"clip{case['clip']}", case["checkpoint"]]
     words += [case["partition"]] * (case["partition"] != "uniform")
     words += ["tied"] * case["tied"] + ["immediate"] * (case["head_backward"] == "immediate")
-    words += ["post_validated"] * (case["optimizer_step"] == "post_validated")
-    words += ["aligned"] * case["align"]
+    words += [case["optimizer_step"]] * (case["optimizer_step"] != "validated")
+    words += ["aligned"] * case["align"] + ["shard_params"] * case["shard_params"]
     words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"] + ["debug"] * case["debug"]
     words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
@@ -76,8 +79,11 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"],
-                                         "optimizer_step": case["optimizer_step"], "debug": case["debug"]}
+                                         "optimizer_step": case["optimizer_step"].replace("_all", ""), "debug": case["debug"],
+                                         "shard_params": case["shard_params"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
+    if case["optimizer_step"] == "post_validated_all":
+        block["early_segments"] = "all"
     block["align_grad_reduce"] = case["align"]
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}
@@ -155,9 +161,10 @@ def test_every_possible_pair_of_options_meets():
     pairs = [((a, repr(x)), (b, repr(y))) for a in GRID for b in GRID if a < b for x in GRID[a] for y in GRID[b]]
     unmet = {pair for pair in pairs if frozenset(pair) not in met}
     # gpipe, 1f1b, hippie x v 2, 3 (6); immediate x interleaved, grouped (2);
-    # grouped x M 1, and M < 2 P needs P <= 4: every layout meets it with M 8 (1); post_validated x overlap off, gather (2);
+    # grouped x M 1, and M < 2 P needs P <= 4: every layout meets it with M 8 (1); post_validated, all x overlap off, gather (4);
     # aligned x overlap off, layer, gather, layer_and_gather (4)
-    assert len(unmet) == 15, sorted(unmet)
+    # shard_params x v 1, gpipe, 1f1b, hippie, zero 0 (5)
+    assert len(unmet) == 22, sorted(unmet)
 
 
 def test_data_of_the_oracle_differ_between_replicas():

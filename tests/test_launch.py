@@ -34,6 +34,15 @@ def test_the_example_trains_evaluates_saves_and_resumes(tmp_path):
     assert first["losses"] + rest["losses"] == whole["losses"]
 
 
+def test_the_example_with_a_model_of_transformers_trains(tmp_path):
+    report = tmp_path / "report.json"
+    done = launch(2, ROOT / "examples/train_hf.py", "--deepspeed_config", ROOT / "configs/aiao.json", "--report", report,
+                  "--stages", 2, "--model", "llama", "--tied", "--steps", 3, *SMALL)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads(report.read_text())
+    assert len(result["losses"]) == 3 and result["evaluated"] < result["losses"][0]
+
+
 def test_bad_input_ends_every_rank_with_one_clear_message(tmp_path):
     config = json.loads('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "ds_fold": {"segments": 40, '
                         '"schedule": "aiao"}}')

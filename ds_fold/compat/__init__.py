@@ -4,6 +4,9 @@ The two base classes translate between DeepSpeed's internal methods and the publ
 implements. Facts about the internals are for DeepSpeed 0.19.x.
 """
 
+from .release import SUPPORTED_DEEPSPEED, check_deepspeed_version  # first: refuses releases that lack what follows
+
+# isort: split
 import time
 from contextlib import contextmanager
 from typing import List, Tuple
@@ -20,20 +23,7 @@ from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
-
-#: releases of DeepSpeed that this file was written for; before 0.19.3 pipelines scaled gradients wrongly
-SUPPORTED_DEEPSPEED = ("0.19.3", "0.20")
-
-
-def check_deepspeed_version(version: str = deepspeed.__version__) -> None:
-    """Raises RuntimeError unless ``version`` is a supported release of DeepSpeed."""
-    low, high = SUPPORTED_DEEPSPEED
-    release = Version(Version(version).base_version)
-    if not Version(low) <= release < Version(high):
-        raise RuntimeError(f"ds_fold supports DeepSpeed >= {low}, < {high}, but {version} is installed: "
-                           f"pip install 'deepspeed>={low},<{high}'")
 
 
 @contextmanager

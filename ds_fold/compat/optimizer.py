@@ -28,7 +28,7 @@ class ZeroOptimizerBase(ZeROOptimizer):
     """Loss scaling, checkpoints and DeepSpeed's view of a sharded optimizer.
 
     Subclasses provide :attr:`buckets` before they call :meth:`link_parameters`, and the methods and properties that their callers
-    see: ``flush``, ``loss_scale``, ``param_groups``, ``state``.
+    see: ``flush``, ``shard``, ``loss_scale``, ``param_groups``, ``state``.
     """
     buckets: List = []
 
@@ -140,6 +140,7 @@ class ZeroOptimizerBase(ZeROOptimizer):
             ValueError: the state of other parameters, parameter groups or numbers of replicas.
         """
         self.flush()
+        self.shard()  # what the module has loaded is kept, and gathered with what is loaded here
         if checkpoint_folder:
             self._load_universal(checkpoint_folder)
         else:

@@ -79,7 +79,7 @@ class Bounds:
     def most_live(self, r: int) -> List[float]:
         """By segment, how many micro-batches' activations rank r holds at most."""
         S = self.program.P * self.program.v
-        return self._forms[r][1][:, S + r:2 * S:self.program.P].max(axis=0).tolist()
+        return self._forms[r][:, S + r:2 * S:self.program.P].max(axis=0).tolist()
 
     def _chunks(self, cuts: np.ndarray, recompute: np.ndarray) -> Tuple[Chunks, np.ndarray]:
         """The chunks, and per candidate the running sum of the layers' backwards."""
@@ -107,39 +107,35 @@ class Bounds:
 
     # memory ---------------------------------------------------------------------------------------------------------------
 
-    def _memory_forms(self, states: Optional[States]) -> List[Tuple[np.ndarray, np.ndarray]]:
-        """Per rank, (offset, coefficients) of what it holds at its fullest moments, linear in its chunks' five sizes."""
+    def _memory_forms(self, states: Optional[States]) -> List[np.ndarray]:
+        """Per rank, coefficients of what it holds at its fullest moments, linear in its chunks' five sizes and the tied weights."""
         P, S = self.program.P, self.program.P * self.program.v
-        unit = np.eye(5 * S)
+        unit = np.eye(5 * S + 1)
         column = [list(unit[i * S:(i + 1) * S]) for i in range(5)]
-        costs = Costs(P, [0.0] * S, [0.0] * S, column[0], column[1], column[2], column[3], [], np.zeros(5 * S),
+        costs = Costs(P, [0.0] * S, [0.0] * S, column[0], column[1], column[2], column[3], [], unit[5 * S],
                       optimizer_bytes_per_byte=self.profile.optimizer_bytes_per_byte, recompute_bytes=column[4])
-        states = states or States.usual(costs.optimizer_bytes_per_byte, self.D, self.zero_stage)
+        states = states or States.usual(costs.optimizer_bytes_per_byte, self.D, self.zero_stage, self.program.shard_params)
         forms = []
         for r, actions in enumerate(self.program.ranks):
             never = [0.0] * len(actions)
             moments = np.array([now.copy() for _, now in held(costs, states, r, actions, never, never)])
             own = np.flatnonzero(moments.any(axis=0))
             moments = np.unique(moments[:, own], axis=0)
-            # only those that no other covers, whatever the sizes: all are >= 0, but for what recomputing holds more
+            # only those that no other covers, whatever the sizes: all add to them, but for what recomputing and tied weights do
             left = np.concatenate((moments, -moments[:, own >= 4 * S]), axis=1)[np.argsort(-moments.sum(axis=1), kind="stable")]
             fullest: List[np.ndarray] = []
             while len(left):
                 fullest.append(left[0, :len(own)])
                 left = left[(left > left[0]).any(axis=1)]
-            form = np.zeros((len(fullest), 5 * S))
+            form = np.zeros((len(fullest), 5 * S + 1))
             form[:, own] = fullest
-            tied = self.profile.tied_bytes if P == 1 else 0.0
-            always = next(now for _, now in held(costs, states, r, (), (), ()))
-            # what rank 0 of one holds of a byte of parameters and of trainable ones: tied weights are there once
-            offset = -tied * (always[2 * S] + always[3 * S])
-            forms.append((offset, form))
+            forms.append(form)
         return forms
 
     def _peaks(self, chunks: Chunks) -> np.ndarray:
         sizes = np.concatenate((chunks.boundary_bytes, chunks.activation_bytes, chunks.parameter_bytes, chunks.trainable_bytes,
-                                chunks.recompute_bytes))
-        return np.stack([offset + (form @ sizes).max(axis=0) for offset, form in self._forms], axis=1)
+                                chunks.recompute_bytes, np.full((1, chunks.boundary_bytes.shape[1]), self.profile.tied_bytes)))
+        return np.stack([(form @ sizes).max(axis=0) for form in self._forms], axis=1)
 
     # time -----------------------------------------------------------------------------------------------------------------
 
@@ -189,8 +185,12 @@ class Bounds:
                 shared = 1 if same else min(self.D, cluster.ranks_per_host)
                 links[r, step] = shared / link.rate, link.latency_s
         clock = np.zeros((P, count))
-        wire = chunks.trainable_bytes * self.wire
-        delay = np.where(chunks.trainable_bytes > 0, self.fixed_s + chunks.trainable_bytes * self.per_byte_s, 0.0)
+        wire, delay = self._transfer(chunks.trainable_bytes)
+        gather_wire, gather_delay = wire, delay
+        if self.program.shard_params:
+            shardable = chunks.trainable_bytes.copy()
+            shardable[[0, -1]] -= profile.tied_bytes
+            gather_wire, gather_delay = self._transfer(shardable)
         step_s = profile.step_s_per_byte * chunks.trainable_bytes / (self.D if self.zero_stage else 1)
         rank_step_s = [step_s[r::P].sum(axis=0) for r in range(P)]
         agreement_s = cluster.agreement_s(P * self.D)
@@ -259,14 +259,18 @@ class Bounds:
                 now += step_s[s]
                 stepped[r] = stepped[r] + step_s[s]
             elif kind == op.GATHER and self.zero_stage:
-                bulk[r] = np.maximum(bulk[r], now) + wire[s]
-                gathered[r, k] = bulk[r] + delay[s]
+                bulk[r] = np.maximum(bulk[r], now) + gather_wire[s]
+                gathered[r, k] = bulk[r] + gather_delay[s]
             elif kind == op.WAIT_GATHER and (r, k) in gathered:
                 end = gathered[r, k]
-                if self.by_layer and k == 0 and agreed is None:
+                if self.by_layer and k == 0 and agreed is None and not self.program.shard_params:
                     end = end - delay[s] - chunks.forward_s[s]  # each layer waits for its own: the last one, late in the forward
                 np.maximum(now, end, out=now)
         return clock.max(axis=0) + agreement_s
+
+    def _transfer(self, sizes: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+        """Of a transfer of so many bytes among replicas: s on the wire, and of delay."""
+        return sizes * self.wire, np.where(sizes > 0, self.fixed_s + sizes * self.per_byte_s, 0.0)
 
     @staticmethod
     def _left_gathering(actions) -> List[int]:

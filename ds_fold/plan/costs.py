@@ -408,6 +408,10 @@ class Costs(NamedTuple):
         """The sum of ``values`` over a pipeline rank's chunks."""
         return sum(values[rank::self.P])
 
+    def shardable_bytes(self, s: int) -> float:
+        """Of the trainable parameters of chunk s, those that ``shard_params`` releases: no tied ones."""
+        return self.trainable_bytes[s] - self.tied_bytes * (s in (0, len(self.trainable_bytes) - 1))
+
     def optimizer_s(self, s: int, D: int, zero_stage: int) -> float:
         """Of the optimizer's step of chunk s; with ZeRO each of the D replicas steps a D-th."""
         return self.step_s_per_byte * self.trainable_bytes[s] / (D if zero_stage else 1)

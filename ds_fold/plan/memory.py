@@ -20,9 +20,11 @@ first backward to the end of its reduction; DeepSpeed's others make each in the 
 from typing import Any, Dict, Iterable, Literal, NamedTuple, Optional, Sequence, Tuple
 
 from ..schedule.actions import (
+    GATHER,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
+    RELEASE,
     STEP,
     STEP_SEGMENT,
     WAIT_REDUCE,
@@ -50,6 +52,8 @@ class States(NamedTuple):
         undo: copies for steps that may be taken back.
         lifetime: of gradients: "always", "batch" (from the end of a segment's first backward to the step) or "reduction" (from
             before a segment's first backward to the end of its reduction).
+        shard: of parameters, this replica's part, which is always there, where a segment's parameters are only from the launch of a
+            gather to their release; None: they always are.
     """
     gradients: float
     optimizer: float
@@ -57,12 +61,13 @@ class States(NamedTuple):
     reduced: float = 0.0
     undo: float = 0.0
     lifetime: Literal["always", "batch", "reduction"] = "always"
+    shard: Optional[float] = None
 
     @classmethod
-    def usual(cls, optimizer_bytes_per_byte: float, D: int, zero_stage: int) -> "States":
+    def usual(cls, optimizer_bytes_per_byte: float, D: int, zero_stage: int, shard_params: bool) -> "States":
         """Gradients as large as parameters, and a profile's optimizer state, a D-th of it with ZeRO."""
         return cls(1.0, optimizer_bytes_per_byte / (D if zero_stage else 1), reducing=float(zero_stage == 2),
-                   lifetime="reduction" if zero_stage == 2 else "always")
+                   lifetime="reduction" if zero_stage == 2 else "always", shard=1 / D if shard_params and D > 1 else None)
 
     @classmethod
     def of_config(cls, config: Dict[str, Any], zero_stage: int, D: int, owned: bool) -> "States":
@@ -94,7 +99,8 @@ class States(NamedTuple):
         if zero_stage == 1 and D == 1 and not copied and a == 4:
             reduced = 0
         return cls(a / b, (master + state) / parts / b, reducing / b, reduced / b, (4 + state) / parts / b,
-                   "reduction" if zero_stage == 2 else "always")
+                   "reduction" if zero_stage == 2 else "always",
+                   1 / D if (config.get("ds_fold") or {}).get("shard_params") and D > 1 else None)
 
 
 def half_precision(config: Dict[str, Any]) -> Optional[str]:
@@ -130,6 +136,8 @@ def held(costs: Costs, states: States, r: int, actions: Sequence[Action], begun:
         now -= costs.tied_bytes
         trainable -= costs.tied_bytes
     now += trainable * (states.optimizer + (states.gradients if states.lifetime == "always" else 0))
+    if states.shard is not None:
+        now += (states.shard - 1) * sum(costs.shardable_bytes(s) for s in range(r, last + 1, P))
     yield 0.0, now
     accumulating, until_step = set(), 0.0
     for (op, k, _), start, end in zip(actions, begun, ended):
@@ -173,6 +181,12 @@ def held(costs: Costs, states: States, r: int, actions: Sequence[Action], begun:
             now += more
             until_step += more
             yield start, now
+        elif op == GATHER and states.shard is not None:
+            now += costs.shardable_bytes(s)
+            yield start, now
+        elif op == RELEASE and states.shard is not None:
+            now -= costs.shardable_bytes(s)
+            yield end, now
         elif op == STEP:
             now -= until_step
             yield end, now

@@ -85,7 +85,7 @@ class Result:
     def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record],
                  states: Optional[States] = None):
         self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
-        self.states = states or States.usual(costs.optimizer_bytes_per_byte, D, zero_stage)
+        self.states = states or States.usual(costs.optimizer_bytes_per_byte, D, zero_stage, program.shard_params)
         self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
 
     @property

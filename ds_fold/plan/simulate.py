@@ -16,6 +16,7 @@ from ..schedule.actions import (
     RECV_GRAD,
     REDUCE,
     REDUCE_TIED,
+    RELEASE,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -253,6 +254,7 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
     STEP_SEGMENT: _step_segment,
     GATHER: _gather,
     WAIT_GATHER: _wait_gather,
+    RELEASE: _nothing,
 }
 
 
@@ -298,7 +300,7 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         return exchange
 
     for me in ranks:
-        gathers_ahead = next((a.op for a in me.actions if a.op in (WAIT_GATHER, F)), F) == WAIT_GATHER
+        ahead = not program.shard_params and next((a.op for a in me.actions if a.op in (WAIT_GATHER, F)), F) == WAIT_GATHER
         for k, s in enumerate(range(me.r, v * P, P)):
             me.step_s.append(costs.optimizer_s(s, D, zero_stage))
             at_once = [LayerCosts(0.0, 0.0, costs.trainable_bytes[s])]
@@ -307,8 +309,9 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
             before_s = accumulate((layer.backward_s for layer in layers), initial=0.0)
             reduced = [(lead_s, part.twice() if whole else part) for lead_s, part in zip(before_s, parts) if part.bytes]
             me.reductions.append(reduced[::-1])  # the last layer's backward is first
-            if not gathers_ahead:
-                layers, parts = at_once, [exchange_of(costs.trainable_bytes[s])]
+            if not ahead:
+                layers = [LayerCosts(0.0, 0.0, costs.shardable_bytes(s) if program.shard_params else costs.trainable_bytes[s])]
+                parts = [exchange_of(layer.trainable_bytes) for layer in layers]
             before_s = accumulate((layer.forward_s for layer in layers), initial=0.0)
             me.gather_parts.append([(lead_s, part) for lead_s, part in zip(before_s, parts) if part.bytes and zero_stage])
         before = me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op if by_layer else B

@@ -6,6 +6,9 @@
     master        [ p1 |p2 ]             fp32 part of this rank, what the optimizer steps; a view of ``flat`` where that is fp32
     full     [ g0 | g1      | g2  | 0 ]  accumulated gradients; from the first to the last backward p.grad are views of it
     reduced       [ g1 |g2 ]             fp32 part of this rank of the average over the replicas
+
+Where parameters are sharded, ``flat`` is filled and freed in place, as in FSDP (Zhao et al., VLDB 2023): the storage stays the same
+object, so that what autograd has saved of it is right again when it is filled, and version counters do not move.
 """
 
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -32,7 +35,8 @@ class BucketKey(NamedTuple):
 
     @property
     def leaves_early(self) -> bool:
-        """Whether its gradients may be final within a backward: nothing comes from other segments or ranks."""
+        """Whether its gradients may be final within a backward, and its parameters are free after it: nothing comes from or goes to
+        other segments or ranks."""
         return self.first == self.segment and self.tie < 0
 
 
@@ -98,10 +102,11 @@ class Bucket:
         tie: process group over which gradients of tied weights are summed before the replicas average them.
         on_final: called within a backward that :meth:`count_gradients` announced, when all gradients have arrived. Default:
             gradients are not counted.
+        releases: the parameters may be released: this rank's part of them is kept in memory of its own. Needs ``sharded``.
     """
 
     def __init__(self, key: BucketKey, parameters: List[torch.nn.Parameter], replicas: Replicas, sharded: bool,
-                 accumulate_dtype: torch.dtype, tie=None, on_final: Optional[Callable[[], None]] = None):
+                 accumulate_dtype: torch.dtype, tie=None, on_final: Optional[Callable[[], None]] = None, releases: bool = False):
         self.key, self.parameters, self.tie = key, parameters, tie
         self.replicas, self.sharded = replicas, sharded
         self.accumulate_dtype = accumulate_dtype
@@ -112,12 +117,15 @@ class Bucket:
         align = 2 * replicas.size  # as DeepSpeed aligns for NCCL
         padded = -(-self.numel // align) * align
         first = parameters[0]
-        self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        for p, view in zip(parameters, self._views(self.flat)):
+        self._set_flat(torch.zeros(padded, dtype=first.dtype, device=first.device))
+        for p, view in zip(parameters, self._parameter_views):
             view.copy_(p.detach())
             p.data = view
-        #: this rank's part of the parameters, a view of ``flat``
+        self.releases = releases
+        #: this rank's part of the parameters, a view of ``flat`` unless that may be released
         self.weights = replicas.part(self.flat) if sharded else self.flat
+        if releases:
+            self.weights = self.weights.clone()
         #: where ``weights`` starts in ``flat``, and the part of it that is padding, in elements
         self.start = replicas.rank * self.weights.numel() if sharded else 0
         self.padding = max(0, min(self.weights.numel(), self.start + self.weights.numel() - self.numel))
@@ -229,6 +237,35 @@ class Bucket:
 
     # parameters -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def whole(self) -> bool:
+        """Whether the parameters have memory: they are there, or are being gathered."""
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def _set_flat(self, flat: torch.Tensor) -> None:
+        self.flat, self._flat_bytes, self._parameter_views = flat, flat.untyped_storage().nbytes(), self._views(flat)
+
+    def fill(self) -> None:
+        """Make room for the whole parameters and put this rank's part there, for a gather."""
+        self.flat.untyped_storage().resize_(self._flat_bytes)
+        self.replicas.part(self.flat).copy_(self.weights)
+        for p, view in zip(self.parameters, self._parameter_views):
+            p.data = view
+
+    def adopt(self) -> None:
+        """Parameters may have been set from outside while they were whole: keep this rank's part of them."""
+        if self.releases and self.whole:
+            self.weights.copy_(self.replicas.part(self.flat))
+
+    def free(self) -> None:
+        """Free the whole parameters. Whoever reads one all the same finds NaNs of its shape, and not freed memory."""
+        nothing = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
+        for p in self.parameters:
+            p.data = nothing.expand(p.shape)
+        if not self.flat.untyped_storage().resizable():  # it is numpy's, too, which keeps it
+            self._set_flat(torch.empty_like(self.flat))
+        self.flat.untyped_storage().resize_(0)
+
     def norm_part(self) -> torch.Tensor:
         """The elements of ``reduced`` that this rank counts: each element once over all replicas."""
         return self.reduced if self.sharded else self.replicas.part(self.reduced)
@@ -240,6 +277,7 @@ class Bucket:
 
     def refresh_master(self) -> None:
         """The inverse of :meth:`publish`: parameters were set from outside."""
+        self.adopt()
         if not self.aliased:
             self.master.copy_(self.weights)
 

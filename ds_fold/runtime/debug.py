@@ -41,7 +41,8 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    # a copy: memory that numpy has seen can never be resized
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).clone().cpu().numpy())
 
 
 def _check_arrived(what: str, *tensors: torch.Tensor) -> None:
@@ -170,10 +171,11 @@ class DebugOptimizer(ShardedOptimizer):
 
         def refuse(layer, _):
             for name, p in layer._parameters.items():
-                if p in bucket_of and bucket_of[p].gather is not None:
+                bucket = bucket_of.get(p)
+                if bucket is not None and (bucket.gather is not None or not bucket.whole):
+                    state = "released" if bucket.gather is None else "being gathered"
                     raise RuntimeError(f"debug: {type(layer).__name__} runs with its {name} ({self.param_names[p]}) while "
-                                       f"{self._name(bucket_of[p])} is being gathered; it has to wait, or call "
-                                       f"engine.optimizer.flush(), first")
+                                       f"{self._name(bucket)} is {state}; it has to wait, or call engine.optimizer.flush(), first")
 
         for layer in module.modules():
             if any(p in bucket_of for p in layer._parameters.values()):

@@ -56,7 +56,7 @@ class PipelineEngine(Interpreter):
         self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
         if self._sharded is not None:
             self.module.before_read = self._sharded.flush
-            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather:
+            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather and not self.fold.shard_params:
                 self.module.before_layer = self._sharded.wait_layer
         if isinstance(self._sharded, DebugOptimizer):
             self._sharded.guard(self.module)
@@ -150,6 +150,8 @@ class PipelineEngine(Interpreter):
         self.fwd_outputs = []
         if self._training_batch:
             self.begin_batch()
+            if self._sharded is not None:
+                self._sharded.shard()
             self._backwards.clear()
             with nullcontext() if self._recorder is None else self._recorder.count_memory():
                 self._interpret(schedule)
@@ -200,6 +202,7 @@ class PipelineEngine(Interpreter):
         # the program waits for the gathers, right after the step if not later
         kind = DebugOptimizer if self.fold.debug else ShardedOptimizer
         return kind(optimizer, self.module.segment_parameters(), defer_gather=True,
+                    shard_params=self.fold.overlap(self.fold_zero_stage).shard,
                     layer_of=self.module.first_layers() if by_layer else None, chunk_bytes=self.fold.comm_chunk_bytes, **options)
 
     def _interpret(self, schedule) -> None:
@@ -253,6 +256,7 @@ class PipelineEngine(Interpreter):
                  f"M={self.micro_batches}", f"ZeRO {zero}"]
         overlap = fold.overlap(zero)
         words += ["reductions overlapped"] * overlap.reduce + ["gathers overlapped"] * overlap.gather
+        words += ["parameters sharded"] * overlap.shard
         return ", ".join(words)
 
     def transfer_bytes(self) -> Dict[str, int]:
@@ -327,6 +331,8 @@ class PipelineEngine(Interpreter):
         """DeepSpeed's ``save_checkpoint``, all or nothing: a save that is killed half-way leaves the checkpoints before it and
         ``latest`` as they were."""
         client_state = client_state or {}
+        if self._sharded is not None:
+            self._sharded.flush()  # layers are saved as they are
         if self.checkpoint_engine.is_decoupled():  # such an engine commits on its own, later
             return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)

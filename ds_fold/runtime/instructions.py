@@ -39,6 +39,10 @@ class WaitGatherParams(stock.PipeInstruction):
     """Wait for the gather of a segment's parameters. Roughly: before their first use in the next batch."""
 
 
+class ReleaseParams(stock.PipeInstruction):
+    """Free a segment's parameters but for this replica's shard."""
+
+
 #: op of an action -> its instruction. DeepSpeed's own classes where they exist, so that patches of its map keep working.
 INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
     op.LOAD: stock.LoadMicroBatch,
@@ -59,6 +63,7 @@ INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
     op.STEP: stock.OptimizerStep,
     op.GATHER: GatherParams,
     op.WAIT_GATHER: WaitGatherParams,
+    op.RELEASE: ReleaseParams,
 }
 
 

@@ -88,11 +88,11 @@ class Interpreter(compat.PipelineEngineBase):
                 del self._slots[segment, micro_batch]
             return
         self._check_outputs(outputs, segment)
-        slot.outputs = outputs
+        slot.outputs = outputs if self._sharded is None else self._sharded.keep_from_release(outputs)
         if self.num_stages == 1:
             self._hand_over(segment, micro_batch)
         elif self._training_batch:
-            self._grad_in.expect(self._edges[s + 1], MessageSpec.of(outputs).gradients())
+            self._grad_in.expect(self._edges[s + 1], MessageSpec.of(slot.outputs).gradients())
 
     def _compute_head(self, slot: Slot, outputs) -> None:
         """The loss of one micro-batch, as DeepSpeed counts it."""
@@ -252,11 +252,16 @@ class Interpreter(compat.PipelineEngineBase):
         self.step_optimizer()
 
     def exec_gather_params(self, segment):
-        pass  # launched by the segment's step, or at the end of the step in order of segments
+        if self._sharded is not None:
+            # nothing unless parameters are sharded: launched by the segment's step, or at the end of the step in order of segments
+            self._sharded.gather_params(segment)
 
     def exec_wait_gather_params(self, segment):
         if self._sharded is not None:
             self._sharded.wait_params(segment, by_layer=self.module.before_layer is not None)
+
+    def exec_release_params(self, segment):
+        self._sharded.release_params(segment)
 
     #: instruction -> method; ``ACTION_METHODS`` says which method runs which op
     ACTION_METHODS = {
@@ -278,5 +283,6 @@ class Interpreter(compat.PipelineEngineBase):
         op.STEP: exec_step,
         op.GATHER: exec_gather_params,
         op.WAIT_GATHER: exec_wait_gather_params,
+        op.RELEASE: exec_release_params,
     }
     _INSTRUCTION_MAP = {INSTRUCTIONS[name]: method for name, method in ACTION_METHODS.items()}

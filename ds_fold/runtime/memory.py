@@ -65,13 +65,14 @@ class MeasuredMemory:
     def _look(self) -> None:
         engine, seen = self.engine, set()
         # not module.parameters(), which waits for gathers that another replica may launch only after this rank has gone on
-        parameters = [*chain(*engine.module.segment_parameters()), *engine.module.buffers()]
         buckets = getattr(engine.optimizer, "buckets", [])
+        parameters = [*chain(*engine.module.segment_parameters()), *engine.module.buffers()]
+        flats = [flat for bucket in buckets for flat in (bucket.flat, bucket.weights)]
         gradients = [*(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters),
                      *(bucket.full for bucket in buckets)]
         masters = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]
         slots = engine.slot_tensors()
-        for kind, roots in zip(KINDS, (parameters, gradients, [engine.optimizer, *masters], engine.message_tensors(),
+        for kind, roots in zip(KINDS, (parameters + flats, gradients, [engine.optimizer, *masters], engine.message_tensors(),
                                        [*slots, *_kept_by_functions(slots)])):
             self._held[kind] = _storages(roots, seen)
         self._reached = frozenset(seen)
@@ -114,11 +115,15 @@ class _Saved:
 
     def __init__(self, memory: MeasuredMemory, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
-        self.memory, self.tensor, self.address = memory, tensor, storage.data_ptr()
-        memory.saved(self.address, storage.nbytes())
+        self.memory, self.tensor, self.address = memory, tensor, None
+        # sharded parameters move when they are released and gathered again, and are counted as parameters
+        if storage._cdata not in getattr(memory.engine.optimizer, "releasing", ()):
+            self.address = storage.data_ptr()
+            memory.saved(self.address, storage.nbytes())
 
     def __del__(self):
-        self.memory.freed(self.address)
+        if self.address is not None:
+            self.memory.freed(self.address)
 
 
 def _storages(roots: Iterable[Any], seen: set) -> Dict[int, int]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from copy import copy
 from enum import Enum
 from itertools import chain
-from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ..compat.optimizer import TIMERS, ZeroOptimizerBase
 from .buckets import Bucket, assign
 from .collectives import CHUNK_BYTES, Replicas, duplicate_group
 from .early_step import Undo
+from .gathers import ParameterGathers
 
 
 class _Phase(Enum):
@@ -37,7 +38,7 @@ class _Phase(Enum):
     LAUNCHED = "has launched its reduction"
 
 
-class ShardedOptimizer(ZeroOptimizerBase):
+class ShardedOptimizer(ParameterGathers, ZeroOptimizerBase):
     """Steps the user's optimizer on fp32 shards of flat buckets, averaged over the data-parallel ranks.
 
     The numbers are those of DeepSpeed's ZeRO-1: bit by bit without clipping where sums have the same order (up to 2 replicas);
@@ -63,6 +64,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
             hide behind, has a bucket per layer; others have one, unless ``bucket_numel`` is smaller.
         bucket_numel: with ``layer_of``, most elements of a bucket, unless it is one parameter.
         chunk_bytes: most bytes of one message, see :class:`~ds_fold.runtime.collectives.Replicas`.
+        shard_params: with stages 1 and 2, release_params() frees a segment's parameters but for this rank's part, until the next
+            gather_params(). Tied weights, parameters that several segments share and, with one replica, all stay whole.
         defer_gather: False: step() returns with all parameters whole.
         check_overflow: skip a step whose gradients are not finite; default: unless bf16, as DeepSpeed's ZeRO.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: DeepSpeed's, for fp16.
@@ -87,6 +90,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
                  layer_of: Optional[Dict[torch.nn.Parameter, int]] = None,
                  bucket_numel: int = 500_000_000,
                  chunk_bytes: int = CHUNK_BYTES,
+                 shard_params: bool = False,
                  defer_gather: bool = True,
                  check_overflow: Optional[bool] = None,
                  static_loss_scale: float = 1.0,
@@ -103,9 +107,13 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self.communication_dtype = communication_dtype or dtype
         self.check_overflow = dtype != torch.bfloat16 if check_overflow is None else check_overflow
         self.defer_gather = defer_gather
+        if shard_params and stage == 0:
+            raise ValueError("shard_params needs ZeRO stage 1 or 2, which keep shards")
         self.replicas = self.replicas_type(data_parallel_group, chunk_bytes)
         # not the replicas' group: a norm must not queue behind gathers
         self._everyone = duplicate_group(None) if dist.get_world_size() > 1 else None
+        if shard_params and self.replicas.size > 1:
+            self._readers = duplicate_group(data_parallel_group, "gloo")
         by_layer = layer_of is not None
         self.buckets: List[Bucket] = []
         groups_of_ties = list({id(group): group for _, group in ties}.values())
@@ -114,7 +122,8 @@ class ShardedOptimizer(ZeroOptimizerBase):
             made = [
                 Bucket(key, parameters, self.replicas, stage > 0, accumulate_dtype or parameters[0].dtype,
                        groups_of_ties[key.tie] if key.tie >= 0 else None,
-                       self._launch_final if by_layer and key.leaves_early else None)
+                       self._launch_final if by_layer and key.leaves_early else None,
+                       shard_params and key.leaves_early and self.replicas.size > 1)
                 for key, parameters in buckets.items()
             ]
             group["params"] = [bucket.master for bucket in made]
@@ -125,8 +134,7 @@ class ShardedOptimizer(ZeroOptimizerBase):
         self._end_with = [sorted((b for b in self.buckets if b.key.segment == k), key=lambda b: b.key.place) for k in range(v)]
         # one order for all replicas, whichever gradient comes first: that of a backward, then what has to wait for its end
         self._launch_order = [sorted(buckets, key=lambda b: (not b.key.leaves_early, -b.key.place)) for buckets in self._end_with]
-        # by layer: layer -> buckets that it is the first to use, but for each segment's first
-        self._begin_at: Dict[int, List[Bucket]] = {}
+        self._begin_at = {}
         if by_layer:
             for buckets in self._end_with:
                 first_use = {b: min((layer_of[p] for p in b.parameters if p in layer_of), default=-1) for b in buckets}
@@ -228,13 +236,14 @@ class ShardedOptimizer(ZeroOptimizerBase):
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     def bytes_sent(self, k: int) -> Tuple[int, int]:
-        """Bytes that this rank sends in a reduction and in a gather of segment ``k``, without the sums of tied weights."""
+        """Bytes that this rank sends in a reduction and in a gather of segment ``k``, without the sums of tied weights; where
+        parameters are sharded, in each of its gathers, of what is released."""
         reduced = gathered = 0
         for bucket in self._end_with[k]:
             sent = bucket.flat.numel() // self.replicas.size * (self.replicas.size - 1)
             # an all-reduce moves a reduce-scatter and a gather
             reduced += sent * self._wire_dtype(bucket).itemsize * (1 if bucket.sharded else 2)
-            gathered += sent * bucket.flat.element_size() * bucket.sharded
+            gathered += sent * bucket.flat.element_size() * (bucket.releases if self.releasing else bucket.sharded)
         return reduced, gathered
 
     def _advance(self, k: int, call: str, expected: _Phase, next_phase: _Phase) -> None:
@@ -398,33 +407,6 @@ class ShardedOptimizer(ZeroOptimizerBase):
 
     # parameters -----------------------------------------------------------------------------------------------------------
 
-    def _launch_gathers(self, buckets: Iterable[Bucket]) -> None:
-        """In order of first use. On CUDA they run on the communicator's own stream (not run on the machine this was written on)."""
-        wanted = set(buckets)
-        for bucket in chain(*self._end_with):
-            if bucket in wanted and bucket.sharded and self.replicas.size > 1:
-                bucket.gather = self.replicas.all_gather(bucket.flat)
-
-    @staticmethod
-    def _wait_gathers(buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.gather is not None:
-                bucket.gather.wait()
-                bucket.gather = None
-
-    def wait_params(self, k: int, by_layer: bool = False) -> None:
-        """Call before segment ``k``'s first forward of a batch: blocks until its parameters are whole; with ``by_layer``, until
-        those are that its first layer uses, and the others are left to :meth:`wait_layer`."""
-        self._wait_gathers(b for b in self._end_with[k] if not by_layer or b not in self._late)
-
-    def wait_layer(self, layer: int) -> None:
-        """By layer: call before each forward of a layer; blocks until its parameters are whole."""
-        self._wait_gathers(self._begin_at.get(layer, ()))
-
-    def flush(self) -> None:
-        """Wait until all parameters are whole; whatever reads or writes them outside of the forward calls this first."""
-        self._wait_gathers(self.buckets)
-
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """The masters were loaded from outside: the parameters follow, on all replicas. Call on all ranks."""
@@ -470,15 +452,16 @@ class ShardedOptimizer(ZeroOptimizerBase):
     # end ------------------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Wait for what is in flight and free buffers, hooks and process groups. Call on all ranks."""
-        self.flush()
+        """Wait for what is in flight and free buffers, hooks and process groups. Call on all ranks. Sharded parameters stay so."""
+        self._wait_gathers(self.buckets)
+        self._destroyed = True
         self.unlink()
         for bucket in self.buckets:
             bucket.destroy()
         self.replicas.destroy()
-        if self._everyone is not None:
-            dist.destroy_process_group(self._everyone)
-            self._everyone = None
+        for group in filter(None, (self._everyone, self._readers)):
+            dist.destroy_process_group(group)
+        self._everyone = self._readers = None
 
 
 __all__ = ["ShardedOptimizer"]

@@ -31,6 +31,7 @@ STEP_SEGMENT = "S"
 STEP = "STEP"
 GATHER = "G"
 WAIT_GATHER = "WG"
+RELEASE = "XG"
 
 #: op -> what it does. Every reader of a program (verify, instruction map, timeline) handles each of these; tests prove it.
 OPS: Dict[str, str] = {
@@ -50,19 +51,21 @@ OPS: Dict[str, str] = {
     WAIT_REDUCE: "wait for that reduction",
     STEP_SEGMENT: "step segment k's parameters, to be validated by the optimizer step",
     STEP: "optimizer step: validates what was stepped, and steps the rest",
-    GATHER: "launch the gather of segment k's stepped parameters",
+    GATHER: "launch the gather of segment k's parameters, where they are sharded, or of those that were stepped elsewhere",
     WAIT_GATHER: "wait for that gather: in this batch, or before the first forward of segment k in the next",
+    RELEASE: "free segment k's parameters but for this replica's shard, until their next gather",
 }
 
 #: ops that carry neither a segment nor a micro-batch: they concern the batch as a whole
 BATCH_OPS = frozenset((REDUCE_TIED, STEP))
 #: ops that carry a segment and no micro-batch
-SEGMENT_OPS = frozenset((REDUCE, WAIT_REDUCE, STEP_SEGMENT, GATHER, WAIT_GATHER))
+SEGMENT_OPS = frozenset((REDUCE, WAIT_REDUCE, STEP_SEGMENT, GATHER, WAIT_GATHER, RELEASE))
 #: ops that a program may leave out
-OPTIONAL_OPS = frozenset((STEP_SEGMENT, ))
+OPTIONAL_OPS = frozenset((STEP_SEGMENT, RELEASE))
 
 _TOKEN = re.compile(r"([A-Z]+)(?:(\d+)(?:\.(\d+))?)?")
-_HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?(?: (label_transport))?")
+_HEADER = re.compile(r"program pipeline_ranks=(\d+) segments=(\d+) micro_batches=(\d+)(?: (forward_only))?(?: (label_transport))?"
+                     r"(?: (shard_params))?")
 _RANK_LINE = re.compile(r"rank (\d+):(.*)")
 
 
@@ -106,13 +109,15 @@ class Program:
         ranks: ``ranks[r]`` is the list of :class:`Action` of pipeline rank r.
         forward_only: an evaluation program (no backward, no step).
         label_transport: labels travel with the activations, so that only the first pipeline rank loads.
+        shard_params: parameters are whole only between their gathers and releases within the batch.
     """
 
     def __init__(self, P: int, v: int, M: int, ranks: List[List[Action]], forward_only: bool = False,
-                 label_transport: bool = False):
+                 label_transport: bool = False, shard_params: bool = False):
         if len(ranks) != P:
             raise ValueError(f"a program for {P} pipeline ranks needs {P} lists of actions, got {len(ranks)}")
-        self.P, self.v, self.M, self.ranks, self.forward_only, self.label_transport = P, v, M, ranks, forward_only, label_transport
+        self.P, self.v, self.M, self.ranks = P, v, M, ranks
+        self.forward_only, self.label_transport, self.shard_params = forward_only, label_transport, shard_params
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Program) and vars(self) == vars(other)
@@ -132,6 +137,7 @@ class Program:
             return f"rank {rank}: " + " ".join(map(str, self.ranks[rank]))
         header = f"program pipeline_ranks={self.P} segments={self.v} micro_batches={self.M}"
         header += " forward_only" * self.forward_only + " label_transport" * self.label_transport
+        header += " shard_params" * self.shard_params
         return "\n".join([header] + [self.format(r) for r in range(self.P)]) + "\n"
 
     @classmethod
@@ -151,4 +157,4 @@ class Program:
                 ranks.append([Action.parse(token) for token in match[2].split()])
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
-        return cls(P, v, M, ranks, forward_only=header[4] is not None, label_transport=header[5] is not None)
+        return cls(P, v, M, ranks, *(flag is not None for flag in header.groups()[3:]))

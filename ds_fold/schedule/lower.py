@@ -16,10 +16,12 @@ step made of them may be waited for as late as the segment's first forward in th
     early step   WG0 F F F  WG1 F F F  B B B R1  B B B R0 WR1 S1 G1  RT WR0 STEP G0
     aligned, r=1 WG0 F F F  WG1 F F F  B B B B R1  B B R0  RT WR1 WR0 STEP G0 G1
 
+Where parameters are sharded, all gathers stand within the batch instead: see :mod:`~ds_fold.schedule.sharding`.
+
 ``Rk`` is where the launch is complete: by layer, most of it happened within the B before, where a program cannot look.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import FrozenSet, List, NamedTuple, Optional, Tuple
 
 from .actions import (
     GATHER,
@@ -45,6 +47,7 @@ from .actions import (
     action_table,
 )
 from .order import Orders
+from .sharding import gathers_and_releases
 
 DEFAULT_RECEIVE_AHEAD = 4
 
@@ -57,16 +60,19 @@ class Overlap(NamedTuple):
         gather: wait for a segment's gather before its first forward in the next batch, instead of right after the step.
         in_flight: with ``reduce``, most segments whose reduction is launched and not waited for when another segment's backward
             begins (None: any number). Under AIAO this bounds the full gradients that exist to one segment more.
-        early_step: with ``reduce``, step a segment and launch its gather once the next segment's reduction is launched.
+        early: with ``reduce``, segments (not 0) that are stepped and whose gathers are launched once the next segment's reduction
+            is launched.
         align: with ``reduce``, pipeline rank r holds a launch back for r more of its backwards. A folded backward reaches rank 0
             P-1 backwards after rank P-1, so that all ranks launch together; what is held when backwards end, or when ``in_flight``
             has no room for it, is launched there. The idea is Megatron-Core's ``align_grad_reduce``.
+        shard: gather a segment's parameters for its sweeps and release them afterwards, with ``gather`` one segment ahead.
     """
     reduce: bool = False
     gather: bool = False
     in_flight: Optional[int] = None
-    early_step: bool = False
+    early: FrozenSet[int] = frozenset()
     align: bool = False
+    shard: bool = False
 
 
 NO_OVERLAP = Overlap()
@@ -91,7 +97,7 @@ def lower(orders: Orders, v: int, M: int, receive_ahead: int = DEFAULT_RECEIVE_A
     programs = [_lower_rank(orders, r, P, v, M, max(1, receive_ahead), forward_only, label_transport,
                             overlap) if r in wanted else []
                 for r in range(P)]
-    return Program(P, v, M, programs, forward_only, label_transport)
+    return Program(P, v, M, programs, forward_only, label_transport, overlap.shard and not forward_only)
 
 
 def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forward_only: bool,
@@ -122,6 +128,8 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     held: List[Tuple[int, int]] = []  # segments whose reduction is to be launched, and after how many backwards
     reduced: List[int] = []  # segments in the order in which their reductions are launched
     gathered = set()  # segments that were stepped early
+    sharded = overlap.shard and not forward_only
+    moves, after = gathers_and_releases(order, v, overlap.gather) if sharded else (None, [])
 
     def post() -> None:
         nonlocal posted
@@ -139,18 +147,22 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
     def launch_held() -> None:
         k, _ = held.pop(0)
         emit(Action(REDUCE, k))
-        while overlap.early_step and reducing:
-            early = reducing.pop(0)
-            program.extend((Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early), Action(GATHER, early)))
+        for early in [s for s in reducing if s in overlap.early]:
+            reducing.remove(early)
+            program.extend((Action(WAIT_REDUCE, early), Action(STEP_SEGMENT, early)))
+            if not sharded:
+                emit(Action(GATHER, early))
             gathered.add(early)
         reduced.append(k)
         reducing.append(k)
 
-    for a in order:
+    for i, a in enumerate(order):
         op, k, m = a
         s = k * P + r
+        if sharded:
+            program += moves[i]
         if op == F:
-            if overlap.gather and not forward_only and k not in forwards_begun:
+            if overlap.gather and not forward_only and not sharded and k not in forwards_begun:
                 forwards_begun.add(k)
                 emit(Action(WAIT_GATHER, k))
             if s == 0 or (s == last and P > 1 and not label_transport):
@@ -198,6 +210,7 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 held.append((k, min(sum(backwards) + r * overlap.align, v * M)))
             while held and sum(backwards) >= held[0][1]:
                 launch_held()
+    program += after
     program += tail_sends
     wait_grad_sends(len(grad_sends))
     if not forward_only:
@@ -208,8 +221,9 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
                 reducing.append(k)
         program += [Action(WAIT_REDUCE, k) for k in reducing]
         emit(Action(STEP))
-        program += [Action(GATHER, k) for k in range(v) if k not in gathered]
-        if not overlap.gather:
+        if not sharded:
+            program += [Action(GATHER, k) for k in range(v) if k not in gathered]
+        if not sharded and not overlap.gather:
             program += [Action(WAIT_GATHER, k) for k in range(v)]
     return program
 

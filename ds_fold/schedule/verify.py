@@ -18,6 +18,7 @@ from .actions import (
     RECV_GRAD,
     REDUCE,
     REDUCE_TIED,
+    RELEASE,
     SEGMENT_OPS,
     SEND_ACT,
     SEND_GRAD,
@@ -35,6 +36,7 @@ from .actions import (
     Program,
 )
 from .order import ScheduleError
+from .sharding import WHOLE_SEGMENTS
 
 
 class Report(NamedTuple):
@@ -45,11 +47,13 @@ class Report(NamedTuple):
         peak_posted: most receives posted and not yet waited for.
         peak_sending: most sends launched and not yet waited for.
         peak_reducing: most segments whose reduction was launched and not yet waited for.
+        peak_whole: most segments whose parameters were there, or being gathered, where they are sharded.
     """
     peak_live: List[int]
     peak_posted: List[int]
     peak_sending: List[int]
     peak_reducing: List[int]
+    peak_whole: List[int]
 
 
 class VerificationError(ScheduleError):
@@ -78,6 +82,9 @@ class _Rank:
         self.done = {op: bytearray(v * M) for op in OPS}
         self.batch_done = set()  # actions on segments or on the whole batch
         self.reducing = self.peak_reducing = 0
+        self.sharded = program.shard_params
+        self.whole: Dict[int, bool] = {}  # segments whose parameters are there (True) or being gathered, where they are sharded
+        self.peak_whole = 0
         self.live = self.posted = self.sending = 0
         self.peak_live = self.peak_posted = self.peak_sending = 0
         # per direction: [out, in]; filled by _channels
@@ -100,6 +107,10 @@ class _Rank:
         if not self.done[op][i]:
             self.fail(action, f"runs before {op}{i // self.M}.{i % self.M}")
 
+    def need_parameters(self, action: Action) -> None:
+        if self.sharded and not self.whole.get(action.segment):
+            self.fail(action, f"runs while the parameters of segment {action.segment} are not whole")
+
 
 def _load(me: _Rank, a: Action) -> bool:
     me.once(a)
@@ -110,6 +121,7 @@ def _load(me: _Rank, a: Action) -> bool:
 
 def _forward(me: _Rank, a: Action) -> bool:
     i = me.once(a)
+    me.need_parameters(a)
     s = a.segment * me.P + me.rank
     if s == 0 or (s in me.loading and me.P > 1):
         me.need(a, LOAD, i)
@@ -125,6 +137,7 @@ def _forward(me: _Rank, a: Action) -> bool:
 
 def _backward(me: _Rank, a: Action) -> bool:
     i = me.once(a)
+    me.need_parameters(a)
     me.need(a, F, i)
     if a.segment * me.P + me.rank < me.last:
         if me.P > 1:
@@ -234,6 +247,8 @@ def _step_segment(me: _Rank, a: Action) -> bool:
         me.fail(a, f"steps before the reduction of segment {a.segment} is over")
     if Action(STEP) in me.batch_done:
         me.fail(a, "comes after the step, which has stepped everything")
+    if a.segment in me.whole:
+        me.fail(a, f"steps while the parameters of segment {a.segment} are whole: they would stay the old ones")
     return True
 
 
@@ -245,10 +260,22 @@ def _step(me: _Rank, a: Action) -> bool:
         me.fail(a, "steps before the tied gradients are summed")
     if not all(Action(WAIT_REDUCE, k) in me.batch_done for k in range(me.v)):
         me.fail(a, "steps before the reductions are over")
+    if me.whole:
+        me.fail(a, f"steps while the parameters of segment {min(me.whole)} are whole: they would stay the old ones")
     return True
 
 
 def _gather(me: _Rank, a: Action) -> bool:
+    if me.sharded:  # as often as released
+        if a.segment in me.whole:
+            me.fail(a, f"gathers the parameters of segment {a.segment}, which were not released")
+        me.batch_done.add(a)
+        me.whole[a.segment] = False
+        me.peak_whole = max(me.peak_whole, len(me.whole))
+        if me.peak_whole > WHOLE_SEGMENTS:
+            me.fail(a, f"makes {me.peak_whole} segments whole at once ({', '.join(map(str, sorted(me.whole)))}); at most "
+                    f"{WHOLE_SEGMENTS} may be")
+        return True
     _once_per_batch(me, a)
     if not {Action(STEP), Action(STEP_SEGMENT, a.segment)} & me.batch_done:
         me.fail(a, "gathers before the step")
@@ -256,10 +283,23 @@ def _gather(me: _Rank, a: Action) -> bool:
 
 
 def _wait_gather(me: _Rank, a: Action) -> bool:
+    if me.sharded:
+        if me.whole.get(a.segment) is not False:
+            me.fail(a, "waits for a gather that was not launched")
+        me.batch_done.add(a)
+        me.whole[a.segment] = True
+        return True
     _once_per_batch(me, a)
     # without a gather in front of it, it waits for the one of the batch before
     if Action(GATHER, a.segment) not in me.batch_done and any(me.done[F][a.segment * me.M:(a.segment + 1) * me.M]):
         me.fail(a, f"waits for the parameters of segment {a.segment} after their first use")
+    return True
+
+
+def _release(me: _Rank, a: Action) -> bool:
+    if not me.whole.pop(a.segment, False):
+        me.fail(a, f"releases the parameters of segment {a.segment}, which are not whole")
+    me.batch_done.add(a)
     return True
 
 
@@ -283,6 +323,7 @@ HANDLERS: Dict[str, Callable[[_Rank, Action], bool]] = {
     STEP: _step,
     GATHER: _gather,
     WAIT_GATHER: _wait_gather,
+    RELEASE: _release,
 }
 
 
@@ -307,7 +348,7 @@ def verify(program: Program) -> Report:
     for me in ranks:
         _check_complete(me, program.forward_only)
     return Report([me.peak_live for me in ranks], [me.peak_posted for me in ranks], [me.peak_sending for me in ranks],
-                  [me.peak_reducing for me in ranks])
+                  [me.peak_reducing for me in ranks], [me.peak_whole for me in ranks])
 
 
 def _replay(ranks: List[_Rank]) -> None:
@@ -360,6 +401,8 @@ def _check_complete(me: _Rank, forward_only: bool) -> None:
             elif op not in expected and any(row):
                 raise VerificationError(f"pipeline rank {me.rank}: {op}{k}.{row.index(1)} does not belong here")
     of_batch = {Action(op) for op in BATCH_OPS} | {Action(op, k) for op in SEGMENT_OPS - OPTIONAL_OPS for k in range(me.v)}
+    if me.whole:
+        raise VerificationError(f"pipeline rank {me.rank}: the parameters of segment {min(me.whole)} are not released")
     if forward_only and me.batch_done:
         raise VerificationError(f"pipeline rank {me.rank}: {min(me.batch_done)} does not belong into an evaluation")
     missing += [] if forward_only else [str(a) for a in sorted(of_batch - me.batch_done)]

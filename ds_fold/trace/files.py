@@ -28,7 +28,7 @@ WAIT_OF = {
 }
 LAUNCH_OF = {wait: launch for launch, wait in WAIT_OF.items()}
 #: what a rank does by itself, and where it waits for others
-WORK, WAITS = frozenset((op.LOAD, op.F, op.B, op.STEP, op.STEP_SEGMENT)), frozenset((*LAUNCH_OF, op.REDUCE_TIED))
+WORK, WAITS = frozenset((op.LOAD, op.F, op.B, op.STEP, op.STEP_SEGMENT, op.RELEASE)), frozenset((*LAUNCH_OF, op.REDUCE_TIED))
 DATA_PARALLEL_OPS = frozenset((op.REDUCE, op.WAIT_REDUCE, op.GATHER, op.WAIT_GATHER))
 
 

@@ -32,6 +32,7 @@ _LOOKS = {
     op.LOAD: Look("#999999", "black", "load, step"),
     op.STEP: Look("#999999", "black", "load, step"),
     op.STEP_SEGMENT: Look("#999999", "black", "load, step"),
+    op.RELEASE: Look("#999999", "black", "load, step"),
     op.SEND_ACT: Look("#009E73", "white", "message, activation"),
     op.RECV_ACT: Look("#009E73", "white", "message, activation"),
     op.SEND_GRAD: Look("#00523C", "white", "message, gradient"),

@@ -27,12 +27,14 @@ def random_profile(g, layers):
 
 def random_chain(g, shape, objective, **limits):
     schedule, P, v, layers = shape
-    overlap = g.choice([Overlap(), Overlap(reduce=True, gather=True), Overlap(reduce=True, gather=True, early_step=True)])
+    overlap = g.choice([Overlap(), Overlap(reduce=True, gather=True), Overlap(True, True, early=frozenset(range(1, v)))])
+    overlap = overlap._replace(shard=v > 1 and g.random() < 0.4)
     cluster = Cluster(hosts=16, ranks_per_host=g.choice([1, 2]), intra_host=Link(bytes_per_s=2e10, latency_s=1e-5),
                       inter_host=Link(bytes_per_s=g.choice([1e8, 1e9, 1e10]), latency_s=1e-4), **limits)
     program = lower(compute_order(schedule, P, v, 4), v, 4, overlap=overlap)
-    return lambda profile: Chain(program, profile, cluster, objective, D=g.choice([1, 2]), zero_stage=g.choice([0, 1, 2]),
-                                 by_layer=overlap.reduce and not overlap.early_step and g.random() < 0.5)
+    stages = [1, 2] if overlap.shard else [0, 1, 2]
+    return lambda profile: Chain(program, profile, cluster, objective, D=g.choice([1, 2]), zero_stage=g.choice(stages),
+                                 by_layer=overlap.reduce and not overlap.early and g.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed,shape", enumerate(SHAPES), ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x))

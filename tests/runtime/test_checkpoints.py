@@ -10,6 +10,7 @@ from pool import RankError, RankPool
 AIAO = {"schedule": "aiao", "segments": 2}
 OVERLAPPED = {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True}
 BY_LAYER = {**OVERLAPPED, "overlap_grad_reduce": "layer"}
+SHARDED = {**OVERLAPPED, "segments": 3, "shard_params": True}
 LAYERS = 8
 BATCH = 8  # micro-batches of one step, over all replicas
 
@@ -44,18 +45,20 @@ def resume_universal(folder, P, fold, *precision):
 
 
 STOCK = None
-SAVERS = {"aiao": (2, AIAO), "stock": (2, STOCK), "overlapped": (2, OVERLAPPED), "by_layer": (2, BY_LAYER)}
+SAVERS = {"aiao": (2, AIAO), "stock": (2, STOCK), "overlapped": (2, OVERLAPPED), "by_layer": (2, BY_LAYER), "sharded": (2, SHARDED)}
 
 
 @pytest.mark.parametrize("saver, precision", [("aiao", ("fp32", None)), ("stock", ("fp32", None)), ("stock", ("bf16", "fp32")),
-                                              ("overlapped", ("bf16", None)), ("by_layer", ("bf16", "fp32"))])
+                                              ("overlapped", ("bf16", None)), ("by_layer", ("bf16", "fp32")),
+                                              ("sharded", ("fp32", None))])
 def test_universal_checkpoints_go_both_ways_between_folds_topologies_and_stock(tmp_path, saver, precision):
     W, saver = 4, SAVERS[saver]
     folder = str(tmp_path)
     losses, weights, lr = RankPool.of(W).run(save_after_three_steps, folder, *saver, *precision)[0]
     to_universal(os.path.join(folder, "saved"), os.path.join(folder, "universal"))
     (tmp_path / "latest_universal").write_text("universal")
-    loaders = [(2, (2, OVERLAPPED)), (2, (1, {**BY_LAYER, "segments": 4})), (4, (4, {"schedule": "1f1b"}))]
+    loaders = [(2, (2, OVERLAPPED)), (2, (1, {**BY_LAYER, "segments": 4})), (4, (4, {"schedule": "1f1b"})),
+               (2, (1, SHARDED))]
     if saver[1] is not STOCK:
         loaders = [(1, (1, STOCK)), (4, (2, STOCK)), (2, (1, {"schedule": "aiao", "segments": 4})), *loaders]
     for world, loader in loaders:

@@ -1,5 +1,7 @@
 """Debug mode finds a real fault of each kind; that it changes no number is part of test_exactness."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,10 @@ from pool import RankError, RankPool
 OVERLAP = {"schedule": "aiao", "segments": 2, "overlap_grad_reduce": "segment", "overlap_param_gather": True, "debug": True}
 
 
-def messages_of(fault, ranks, P, zero=1):
+def messages_of(fault, ranks, P, zero=1, **more):
     """What each rank raises in the batch after a good one, with ``fault(engine)`` in between; None where it raises nothing."""
     def job():
-        engine = build(False, ds_config(4, zero, fold=OVERLAP), P, 8)
+        engine = build(False, ds_config(4, zero, fold={**OVERLAP, **more}), P, 8)
         batches = data(engine.grid.get_data_parallel_rank())
         engine.train_batch(batches)
         fault(engine)
@@ -65,7 +67,15 @@ def test_a_layer_that_runs_before_its_parameters_have_arrived():
         engine.optimizer.wait_params = lambda k, **_: None
 
     for message in messages_of(fault, 2, 1):
-        assert "Linear runs with its weight (0.a.weight) while bucket 0 of segment 0" in message
+        assert re.search(r"Linear runs with its weight \(0.a.weight\) while bucket 0 of segment 0 .* is being gathered", message)
+
+
+def test_a_layer_that_runs_with_released_parameters():
+    def fault(engine):
+        engine.optimizer.gather_params = lambda k: None
+
+    for message in messages_of(fault, 2, 1, shard_params=True):
+        assert re.search(r"Linear runs with its weight \(0.a.weight\) while bucket 0 of segment 0 \(.*\) is released", message)
 
 
 def test_parameters_read_past_their_layer_are_nan_until_waited_for():

@@ -198,6 +198,7 @@ def test_calls_out_of_order_are_errors():
 
 # engines ------------------------------------------------------------------------------------------------------------------
 
+EARLY = {"optimizer_step": "post_validated", "early_segments": "all"}
 AIAO = {"schedule": "aiao", "segments": 3, "overlap_grad_reduce": "segment"}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "segments": 2, "overlap_grad_reduce": "segment"}
 
@@ -228,8 +229,7 @@ def test_engines_train_to_the_same_bits(P, D, fold, zero, dtype, tied, gather):
     def job():
         validated = {**fold, "overlap_param_gather": gather}
         clip = middle(norm for _, norm in train(validated, P, zero, dtype, 0.0, tied)[1])
-        return [train({**validated, "optimizer_step": kind}, P, zero, dtype, clip, tied)
-                for kind in ("validated", "post_validated")], clip
+        return [train({**validated, **more}, P, zero, dtype, clip, tied) for more in ({}, EARLY)], clip
 
     (validated, early), clip = RankPool.of(P * D).run(job)[0]
     assert early == validated
@@ -241,7 +241,7 @@ def test_engines_train_to_the_same_bits(P, D, fold, zero, dtype, tied, gather):
 
 def test_a_segment_is_stepped_and_gathered_in_the_backward_of_the_one_before():
     def job():
-        fold = {**AIAO, "overlap_param_gather": True, "optimizer_step": "post_validated"}
+        fold = {**AIAO, "overlap_param_gather": True, **EARLY}
         engine = build(False, ds_config(4, 1, fold=fold), 1, 9)
         calls, optimizer = [], engine.optimizer
         for name in ("begin_backward", "launch_reduce", "step_segment", "step"):
@@ -263,9 +263,9 @@ def test_a_segment_is_stepped_and_gathered_in_the_backward_of_the_one_before():
 
 def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     def job(folder):
-        config = ds_config(4, 2, "fp16", 2.0, fold={**AIAO, "overlap_param_gather": True, "optimizer_step": "post_validated"})
+        config = ds_config(4, 2, "fp16", 2.0, fold={**AIAO, "overlap_param_gather": True, **EARLY})
         config["fp16"] = FP16
-        validated = {**config, "ds_fold": {**config["ds_fold"], "optimizer_step": "validated"}}
+        validated = {**config, "ds_fold": {**AIAO, "overlap_param_gather": True}}
         results = []
         for first, second in ((config, config), (config, validated), (validated, validated)):
             engine = build(False, first, 2, 12)

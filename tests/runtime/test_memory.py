@@ -78,6 +78,8 @@ GRID = [
     (2, 2, 6, 2, "bf16", "fp32", 0, {**AIAO, "last_segment": "all_forward", **OVERLAP, "segments": 4}),
     (1, 2, 4, 2, "bf16", None, 0, {**AIAO, **OVERLAP, "segments": 4}),
     (2, 2, 4, 1, "fp32", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated"}),
+    (1, 2, 4, 2, "fp32", None, 0, {**AIAO, **OVERLAP, "segments": 4, "shard_params": True}),
+    (2, 2, 4, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "segments": 4, "shard_params": True}),
     (1, 1, 4, 1, "fp32", None, 1, {**AIAO, **OVERLAP}),
     (2, 2, 8, 1, "bf16", None, 1, LOOPED),
     (4, 1, 8, 0, "fp32", None, 1, {**AIAO, "last_segment": "all_forward"}),
@@ -91,7 +93,9 @@ STEPS = [
     (2, 2, 2, 0, "bf16", None, 0, {**AIAO, **OVERLAP, "overlap_param_gather": False}),
     (2, 2, 2, 1, "fp32", None, 0, {**AIAO, **OVERLAP}),
     (1, 2, 2, 2, "bf16", "fp32", 0, {**AIAO, **OVERLAP}),
-    (2, 2, 2, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated", "segments": 4}),
+    (1, 2, 2, 2, "fp32", None, 0, {**AIAO, **OVERLAP, "segments": 8, "shard_params": True}),
+    (2, 2, 2, 2, "bf16", None, 1, {**AIAO, "segments": 4, "shard_params": True}),
+    (2, 2, 2, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated", "early_segments": "all", "segments": 4}),
 ]
 
 

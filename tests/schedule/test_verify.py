@@ -32,25 +32,28 @@ def test_unknown_action_is_refused():
         verify(broken)
 
 
-OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, True),
-            Overlap(True, True, None, True), Overlap(True, True, None, align=True), Overlap(True, False, 1, align=True),
-            Overlap(True, True, None, True, True)]
+#: more segments than any program here has
+EARLY = frozenset(range(1, 99))
+OVERLAPS = [Overlap(), Overlap(reduce=True), Overlap(gather=True), Overlap(True, True, 1), Overlap(True, False, 1, EARLY),
+            Overlap(True, True, None, EARLY), Overlap(True, True, None, align=True), Overlap(True, False, 1, align=True),
+            Overlap(True, True, None, EARLY, True)]
+SHARDED = [Overlap(shard=True), Overlap(True, True, 1, shard=True), Overlap(True, True, None, EARLY, shard=True)]
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", OVERLAPS + SHARDED[:2])  # with an early step and no gather after it, the step steps the rest
 def test_no_action_can_be_left_out(overlap):
     """Drop each action of each rank in turn: the proof must fail every time."""
-    whole = program(overlap=overlap)
+    whole = program(v=3 if overlap.shard else 2, overlap=overlap)
     for r in range(whole.P):
         for i in range(len(whole.ranks[r])):
             ranks = [list(actions) for actions in whole.ranks]
             dropped = ranks[r].pop(i)
             with pytest.raises(VerificationError):
-                verify(Program(whole.P, whole.v, whole.M, ranks))
+                verify(Program(whole.P, whole.v, whole.M, ranks, shard_params=overlap.shard))
                 pytest.fail(f"rank {r} without {dropped} was accepted")
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", OVERLAPS + SHARDED)
 def test_no_action_can_appear_twice(overlap):
     whole = program(overlap=overlap)
     for r in range(whole.P):
@@ -58,7 +61,7 @@ def test_no_action_can_appear_twice(overlap):
             ranks = [list(actions) for actions in whole.ranks]
             ranks[r].insert(i + 1, action)
             with pytest.raises(VerificationError):
-                verify(Program(whole.P, whole.v, whole.M, ranks))
+                verify(Program(whole.P, whole.v, whole.M, ranks, shard_params=overlap.shard))
                 pytest.fail(f"rank {r} with {action} twice was accepted")
 
 
@@ -97,7 +100,7 @@ def test_reductions_and_gathers_stand_where_overlap_says(schedule, P, v, M):
                 else:
                     assert set(between) <= {"SG"} if overlap.reduce else at[f"R{k}"] > last_compute
                 assert at[f"WG{k}"] < first_forward if overlap.gather else at[f"WG{k}"] > max(at[f"G{k}"], at["STEP"])
-                if overlap.early_step and k:
+                if k and overlap.early:
                     assert actions[at[f"S{k}"] - 1].op == "WR" and at[f"S{k}"] == at[f"G{k}"] - 1 == at[f"R{k - 1}"] + 2
                 else:
                     assert f"S{k}" not in at and at[f"G{k}"] > at["STEP"]
@@ -129,9 +132,49 @@ def test_aligned_launches_do_not_exceed_what_may_be_in_flight():
 
 
 def test_an_early_step_follows_the_launch_of_the_next_reduction():
-    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format(0)
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, EARLY)).format(0)
     assert text == ("rank 0: WG0 L0.0 F0.0 L0.1 F0.1 WG1 F1.0 F1.1 WG2 F2.0 B2.0 F2.1 B2.1 R2 B1.0 B1.1 R1 WR2 S2 G2 B0.0 B0.1 R0 "
                     "WR1 S1 G1 RT WR0 STEP G0")
+
+
+def test_what_is_not_stepped_early_is_waited_for_with_the_rest():
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, None, frozenset([1]))).format(0)
+    assert text.endswith("B2.1 R2 B1.0 B1.1 R1 B0.0 B0.1 R0 WR1 S1 G1 RT WR2 WR0 STEP G0 G2")
+
+
+def test_sharded_parameters_are_gathered_for_a_sweep_one_segment_ahead_and_released_after_it():
+    sharded = program("aiao", 1, 4, 2, overlap=Overlap(True, True, 1, shard=True))
+    assert sharded.format(0) == (
+        "rank 0: G0 G1 WG0 L0.0 F0.0 L0.1 F0.1 XG0 G2 WG1 F1.0 F1.1 XG1 G3 WG2 F2.0 F2.1 WG3 F3.0 B3.0 F3.1 B3.1 R3 "
+        "XG3 G1 B2.0 B2.1 R2 XG2 G0 WG1 WR3 B1.0 B1.1 R1 XG1 WG0 WR2 B0.0 B0.1 R0 XG0 RT WR1 WR0 STEP")
+    assert Program.parse(sharded.format()) == sharded
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "aiao", "aiao_all_forward"])
+@pytest.mark.parametrize("P, v, M", [(1, 2, 1), (1, 5, 4), (2, 3, 5), (4, 4, 8), (3, 6, 7)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_segments_are_whole_at_most_and_aiao_gathers_each_twice_whatever_m(schedule, P, v, M, ahead):
+    sharded = program(schedule, P, v, M, overlap=Overlap(True, ahead, 1, shard=True))
+    assert verify(sharded).peak_whole == [2] * P
+    if schedule.startswith("aiao"):
+        for actions in sharded.ranks:
+            assert [actions.count(Action("G", k)) for k in range(v)] == [2] * (v - 2) + [1, 1]
+
+
+@pytest.mark.parametrize("moved, to, message", [
+    ("XG0 G2 ", "G2 XG0 ", "G2.*makes 3 segments whole at once .0, 1, 2.; at most 2"),
+    ("WG1 F1.0", "F1.0 WG1", "F1.0.*while the parameters of segment 1 are not whole"),
+    ("WG0 WR2 B0.0", "WR2 B0.0 WG0", "B0.0.*while the parameters of segment 0 are not whole"),
+    ("B1.1 R1 XG1 ", "XG1 B1.1 R1 ", "B1.1.*while the parameters of segment 1 are not whole"),
+    ("G2 WG1", "G2 XG2 WG1", "XG2.*which are not whole"),
+    ("XG0 RT WR1 WR0 STEP", "RT WR1 WR0 STEP XG0", "STEP.*steps while the parameters of segment 0 are whole"),
+    (" shard_params", "", "G0.*gathers before the step"),
+])
+def test_sharded_parameters_are_whole_where_they_are_used(moved, to, message):
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, shard=True)).format()
+    assert moved in text
+    with pytest.raises(VerificationError, match=message):
+        verify(Program.parse(text.replace(moved, to)))
 
 
 @pytest.mark.parametrize("moved, message", [
@@ -141,7 +184,7 @@ def test_an_early_step_follows_the_launch_of_the_next_reduction():
     ("WR2 STEP S2 G2", r"STEP.*before the last backward"),
 ])
 def test_an_early_step_stands_between_its_reduction_and_its_gather(moved, message):
-    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, True)).format()
+    text = program("aiao", 1, 3, 2, overlap=Overlap(True, True, 1, EARLY)).format()
     with pytest.raises(VerificationError, match=message):
         verify(Program.parse(text.replace("WR2 S2 G2", moved)))
     with pytest.raises(VerificationError, match=r"S2.*comes after the step"):
