@@ -5,7 +5,7 @@ weights, so that what it trains stays comparable.
 """
 
 import itertools
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import deepspeed
 import torch
@@ -57,9 +57,10 @@ class Contender:
 class EngineContender(Contender):
     """An engine with DeepSpeed's ``train_batch`` and instruction map."""
 
-    def __init__(self, setting: Setting, module: Callable, initialize: Callable, zero: int = 0, **more):
+    def __init__(self, setting: Setting, module: Callable, initialize: Callable, zero: int = 0,
+                 partition_method: str = "uniform", **more):
         super().__init__(setting)
-        config = {
+        self.config = config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": setting.M,
             "steps_per_print": 10**9,
@@ -69,12 +70,17 @@ class EngineContender(Contender):
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
             **more,
         }
-        layers = [deepspeed.pipe.LayerSpec(EmulatedLayer, *self.layer_arguments(index)) for index in range(setting.layers)]
-        net = module(layers, num_stages=setting.P, loss_fn=nn.MSELoss(), partition_method="uniform",
+        net = module(self.layer_specs(), num_stages=setting.P, loss_fn=nn.MSELoss(), partition_method=partition_method,
                      **({"config": config} if "ds_fold" in config else {}))
         self.engine, *_ = initialize(model=net, model_parameters=list(net.parameters()), config=config)
-        self.data = itertools.cycle(batch_of(self.replica, setting.M, setting.features))
+        self.data = itertools.cycle(self.batch())
         self._map, self._replicas = self.engine._INSTRUCTION_MAP, getattr(self.engine.optimizer, "replicas", None)
+
+    def layer_specs(self) -> List[deepspeed.pipe.LayerSpec]:
+        return [deepspeed.pipe.LayerSpec(EmulatedLayer, *self.layer_arguments(index)) for index in range(self.setting.layers)]
+
+    def batch(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        return batch_of(self.replica, self.setting.M, self.setting.features)
 
     def step(self) -> None:
         self.engine.train_batch(self.data)

@@ -20,13 +20,16 @@ from lab import missing  # noqa: E402
 
 def test_an_emulated_layer_has_the_gradients_of_its_formula_over_all_micro_batches():
     live = Live()
-    layers = [EmulatedLayer(i, features=8, weights=20, forward_s=0.0, micro_batches=3, live=live) for i in range(2)]
+    layers = [EmulatedLayer(i, features=8, weights=20, forward_s=0.0, micro_batches=3, live=live, out_features=out, kept_bytes=9)
+              for i, out in enumerate((8, 5))]
     plain = [(copy.deepcopy(layer.head), copy.deepcopy(layer.tail)) for layer in layers]
     for _step in range(2):
         for x, y in batch_of(0, 3, 8):
             h, expected = x, x
             for layer, (head, tail) in zip(layers, plain):
-                h, expected = layer(h), expected * (1 + head) + tail.mean()
+                h, expected = layer(h), (expected * (1 + head) + tail.mean())[:, :layer.out_features]
+            y = y[:, :5]
+            assert h.shape == (1, 5)
             assert torch.allclose(h, expected, atol=1e-6)
             (h - y).square().mean().backward()
             (expected - y).square().mean().backward()
