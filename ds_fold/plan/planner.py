@@ -21,7 +21,7 @@ from .placement import simulation_options
 from .space import PLANNED, Candidate, candidates
 
 #: simulated actions in each round (0.004 ms each, with lowering, proof and two steps)
-QUICK_ACTIONS, THOROUGH_ACTIONS = 2_000_000, 3_000_000
+QUICK_ACTIONS, THOROUGH_ACTIONS = 3_000_000, 5_000_000
 #: what a search may simulate and bound, and what it takes in all, in simulations
 SIMULATIONS, BOUNDS, WORK = 20, 8_000, 40
 #: balanced cuts are computed on whole numbers; this is the heaviest layer's
