@@ -4,16 +4,20 @@ The two base classes translate between DeepSpeed's internal methods and the publ
 implements. Facts about the internals are for DeepSpeed 0.19.x.
 """
 
+import base64
+import inspect
 import time
 from contextlib import contextmanager
 from typing import List, Tuple
 
 import deepspeed
+import hjson
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as stock_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as _StockEngine
 from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
@@ -49,8 +53,14 @@ def engine_class(cls):
 class PipelineModuleBase(_StockModule):
     """DeepSpeed's PipelineModule with hooks for placement and construction.
 
-    Subclasses implement :meth:`place_layers` and :meth:`chunk_bounds`.
+    Subclasses implement :meth:`place_layers`, :meth:`chunk_bounds` and :meth:`take_parts`. Where a subclass of those has a
+    ``_partition_layers`` of its own, that sees all virtual stages in ``num_stages``, and its ``parts`` are taken.
     """
+
+    def __init__(self, *args, **kwargs):
+        object.__setattr__(self, "_partition_layers", self._partition_into_chunks)
+        super().__init__(*args, **kwargs)
+        del self._partition_layers  # the class's again
 
     def place_layers(self, method: str) -> List[int]:
         """The cuts between all virtual stages."""
@@ -58,6 +68,14 @@ class PipelineModuleBase(_StockModule):
 
     def chunk_bounds(self) -> List[Tuple[int, int]]:
         """This rank's chunks as ranges of global layer indices, by segment."""
+        raise NotImplementedError
+
+    def take_parts(self, parts) -> List[int]:
+        """Check the cuts that a subclass has made. Raises ConfigError unless they are those of v*P chunks."""
+        raise NotImplementedError
+
+    def count_parameters(self) -> List[int]:
+        """Parameters of each layer."""
         raise NotImplementedError
 
     @property
@@ -75,7 +93,22 @@ class PipelineModuleBase(_StockModule):
     def is_checkpointable(self, funcs) -> bool:
         return self._is_checkpointable(funcs)
 
+    def layer_weights(self) -> List[int]:
+        """What partition "parameters" balances: :meth:`count_parameters`, or what a subclass counts."""
+        counts_itself = type(self)._count_layer_params is not _StockModule._count_layer_params
+        return list(self._count_layer_params()) if counts_itself else self.count_parameters()
+
+    def _partition_into_chunks(self, method="uniform"):
+        if type(self)._partition_layers is PipelineModuleBase._partition_layers or self.fold.partition is not None:
+            return PipelineModuleBase._partition_layers(self, method)
+        P, self.parts = self.num_stages, None
+        self.num_stages = P * self.num_segments
+        type(self)._partition_layers(self, method)
+        self.num_stages = P
+        self.parts = self.take_parts(self.parts)
+
     def _partition_layers(self, method="uniform"):
+        self.num_stages = self.num_pipeline_stages()
         self.parts = self.place_layers(method)
         self._set_bounds(*self.chunk_bounds()[0])
 
@@ -91,6 +124,13 @@ class PipelineModuleBase(_StockModule):
             self.segment_ranges.append((first, len(self.forward_funcs)))
             self.global_layer_indices.extend(range(start, stop))
         self._set_bounds(*self.chunk_bounds()[0])
+
+    def index_chunk(self) -> None:
+        """What :meth:`_build` would have set, for a module that DeepSpeed's class has built."""
+        self.segment_ranges = [(0, len(self.forward_funcs))]
+        self.global_layer_indices = list(range(self._local_start, self._local_stop))
+        self.tied_comms = self._index_tied_modules()
+        self._synchronize_tied_weights()
 
     def _index_tied_modules(self):
         ties = super()._index_tied_modules()
@@ -326,6 +366,26 @@ class PipelineEngineBase(_StockEngine):
         return sliced or self.module.grid.get_slice_parallel_rank() == 0
 
 
+def config_of(config_class) -> dict:
+    """The ds_config that a DeepSpeedConfig was made of."""
+    return config_class._param_dict
+
+
+def set_config_of(config_class, config: dict) -> None:
+    config_class._param_dict = config
+
+
+def decoded_config(text: str) -> dict:
+    """A ds_config as DeepSpeed takes it in place of a path: JSON in base64. Raises ValueError."""
+    return hjson.loads(base64.urlsafe_b64decode(text).decode())
+
+
+def engine_arguments(args: tuple, kwargs: dict) -> dict:
+    """The arguments of an engine by name; DeepSpeed's pipeline engine has one before those of its base."""
+    names = ["has_bool_tensors", *list(inspect.signature(DeepSpeedEngine.__init__).parameters)[1:]]
+    return {**dict(zip(names, args)), **kwargs}
+
+
 def current_device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
@@ -372,7 +432,7 @@ def reset_checkpoint_buffers() -> None:
 
 
 __all__ = [
-    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device",
-    "device_memory_bytes", "engine_class", "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers",
-    "seed_device", "stock_schedule", "synchronized_time"
+    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "config_of", "current_device",
+    "decoded_config", "device_memory_bytes", "engine_arguments", "engine_class", "is_reentrant", "non_reentrant_checkpoint",
+    "preserved_rng", "reset_checkpoint_buffers", "seed_device", "set_config_of", "stock_schedule", "synchronized_time"
 ]
