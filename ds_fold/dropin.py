@@ -55,6 +55,7 @@ def install(config: Union[None, str, Dict[str, Any]] = None) -> None:
     _installed = _Installed(None if config is None else load_config(config), constructors)
     for (cls, constructor), folding in zip(constructors, (_build_module, _build_engine)):
         cls.__init__ = _redirected(constructor, folding)
+    compat.redirect_instructions()
 
 
 def uninstall() -> None:
@@ -63,6 +64,7 @@ def uninstall() -> None:
     if _installed is not None:
         for cls, constructor in _installed.constructors:
             cls.__init__ = constructor
+        compat.restore_instructions()
     _installed = None
 
 

@@ -4,20 +4,16 @@ The two base classes translate between DeepSpeed's internal methods and the publ
 implements. Facts about the internals are for DeepSpeed 0.19.x.
 """
 
-import base64
-import inspect
 import time
 from contextlib import contextmanager
 from typing import List, Tuple
 
 import deepspeed
-import hjson
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as stock_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as _StockEngine
 from deepspeed.runtime.pipe.module import PipelineModule as _StockModule
@@ -26,6 +22,16 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
+
+from .scripts import (
+    ScriptEngine,
+    config_of,
+    decoded_config,
+    engine_arguments,
+    redirect_instructions,
+    restore_instructions,
+    set_config_of,
+)
 
 #: releases of DeepSpeed that this file was written for; before 0.19.3 pipelines scaled gradients wrongly
 SUPPORTED_DEEPSPEED = ("0.19.3", "0.20")
@@ -169,10 +175,10 @@ class PipelineModuleBase(_StockModule):
             return super().ckpt_layer_path_list(ckpt_dir, local_layer_idx)
 
 
-class PipelineEngineBase(_StockEngine):
+class PipelineEngineBase(ScriptEngine):
     """DeepSpeed's PipelineEngine with hooks for the schedule, and its gradient state reduced to plain functions.
 
-    Subclasses implement :meth:`train_schedule`, :meth:`eval_schedule` and :meth:`run_schedule`.
+    Subclasses implement the hooks below and those of :class:`ScriptEngine`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -187,19 +193,18 @@ class PipelineEngineBase(_StockEngine):
         if self.fold_zero_stage == 2:  # DeepSpeed refuses it with pipelines; only the optimizer below has to know
             config.zero_optimization_stage = config.zero_config.stage = 1
         super().__init__(*args, **kwargs)
+
+    def look_at_optimizer(self):
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and not self.optimizer.cpu_offload:
             # its own issues collectives per parameter group, and ranks with different numbers of groups wait for each other
             self.optimizer.scaled_global_norm = self._zero_global_norm
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
+        self.took_optimizer()
 
     # hooks ----------------------------------------------------------------------------------------------------------------
 
-    def train_schedule(self):
-        raise NotImplementedError
-
-    def eval_schedule(self, micro_batches: int):
-        raise NotImplementedError
-
-    def run_schedule(self, schedule) -> None:
+    def took_optimizer(self) -> None:
+        """Called when ``self.optimizer`` is there: once built, or later."""
         raise NotImplementedError
 
     def training_loader(self, dataset):
@@ -214,15 +219,6 @@ class PipelineEngineBase(_StockEngine):
         """A sharded optimizer over the user's ``optimizer``. ``options`` are what DeepSpeed's config and engine say."""
         raise NotImplementedError
 
-    def _train_schedule(self):
-        return self.train_schedule()
-
-    def _inference_schedule(self, micro_batches):
-        return self.eval_schedule(micro_batches)
-
-    def _exec_schedule(self, pipe_schedule):
-        self.run_schedule(pipe_schedule)
-
     def _replaces_wrapper_of(self, optimizer) -> bool:
         return self.owns_optimizer(optimizer, self.get_data_types()[0] != torch.float32)
 
@@ -234,6 +230,8 @@ class PipelineEngineBase(_StockEngine):
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer):
+        if optimizer is None:
+            return None  # it comes later, see _configure_optimizer, or never
         if not self._replaces_wrapper_of(optimizer):
             return super()._configure_zero_optimizer(optimizer)
         dtype, accumulate_dtype = self.get_data_types()
@@ -325,10 +323,10 @@ class PipelineEngineBase(_StockEngine):
             for parameter in self.module.parameters():
                 if parameter.requires_grad:
                     self.accumulated_grad(parameter)
-        self._exec_reduce_grads()
+        _StockEngine._exec_reduce_grads(self)
 
     def step_optimizer(self) -> None:
-        self._exec_optimizer_step()
+        _StockEngine._exec_optimizer_step(self)
 
     def clip_fp32_gradients(self):
         """Clip by the norm over the whole model. DeepSpeed's own counts the first pipeline rank's parameters only."""
@@ -364,26 +362,6 @@ class PipelineEngineBase(_StockEngine):
             return False
         sliced = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
         return sliced or self.module.grid.get_slice_parallel_rank() == 0
-
-
-def config_of(config_class) -> dict:
-    """The ds_config that a DeepSpeedConfig was made of."""
-    return config_class._param_dict
-
-
-def set_config_of(config_class, config: dict) -> None:
-    config_class._param_dict = config
-
-
-def decoded_config(text: str) -> dict:
-    """A ds_config as DeepSpeed takes it in place of a path: JSON in base64. Raises ValueError."""
-    return hjson.loads(base64.urlsafe_b64decode(text).decode())
-
-
-def engine_arguments(args: tuple, kwargs: dict) -> dict:
-    """The arguments of an engine by name; DeepSpeed's pipeline engine has one before those of its base."""
-    names = ["has_bool_tensors", *list(inspect.signature(DeepSpeedEngine.__init__).parameters)[1:]]
-    return {**dict(zip(names, args)), **kwargs}
 
 
 def current_device() -> torch.device:
@@ -434,5 +412,6 @@ def reset_checkpoint_buffers() -> None:
 __all__ = [
     "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "config_of", "current_device",
     "decoded_config", "device_memory_bytes", "engine_arguments", "engine_class", "is_reentrant", "non_reentrant_checkpoint",
-    "preserved_rng", "reset_checkpoint_buffers", "seed_device", "set_config_of", "stock_schedule", "synchronized_time"
+    "preserved_rng", "redirect_instructions", "reset_checkpoint_buffers", "restore_instructions", "seed_device", "set_config_of",
+    "stock_schedule", "synchronized_time"
 ]

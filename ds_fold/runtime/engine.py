@@ -22,7 +22,7 @@ from .channels import Channel
 from .data import BatchQueue, EpochLoader, check_item
 from .debug import CheckedChannel, DebugOptimizer, check_nothing_left
 from .early_step import why_not_in_pieces
-from .instructions import ProgramSchedule
+from .instructions import ProgramSchedule, orders_of
 from .interpreter import Interpreter
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
@@ -38,9 +38,9 @@ class PipelineEngine(Interpreter):
         self._recorder: Optional[Recorder] = None
         #: counts what this rank holds while batches run, see :class:`~ds_fold.runtime.memory.MeasuredMemory`
         self.measured_memory = None
-        super().__init__(*args, **kwargs)
-        if not isinstance(self.module, PipelineModule):
+        if not isinstance(kwargs.get("model"), PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
+        super().__init__(*args, **kwargs)
         for key in ("segments", "partition", "recompute", "profile", "cluster"):
             mine, others = getattr(self.fold, key), getattr(self.module.fold, key)
             if mine != others:
@@ -48,18 +48,10 @@ class PipelineEngine(Interpreter):
                                   f"pass the same config to PipelineModule(config=...) and initialize()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs))
-        self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
+        self._schedules: Dict[Tuple[bool, int, Optional[type]], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._training_batch = True
-        #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
-        self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
-        if self._sharded is not None:
-            self.module.before_read = self._sharded.flush
-            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather:
-                self.module.before_layer = self._sharded.wait_layer
-        if isinstance(self._sharded, DebugOptimizer):
-            self._sharded.guard(self.module)
         self._backwards: Dict[int, int] = {}  # segment -> backwards that have begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
@@ -75,6 +67,16 @@ class PipelineEngine(Interpreter):
         self._labels_travel = self.fold.label_transport and P > 1
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
+
+    def took_optimizer(self) -> None:
+        #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
+        self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+        if self._sharded is not None:
+            self.module.before_read = self._sharded.flush
+            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather:
+                self.module.before_layer = self._sharded.wait_layer
+        if isinstance(self._sharded, DebugOptimizer):
+            self._sharded.guard(self.module)
 
     @cached_property
     def fold(self) -> FoldConfig:
@@ -118,12 +120,6 @@ class PipelineEngine(Interpreter):
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
-    def reset_activation_shape(self):
-        """The shapes between chunks may differ from here on. Call on all ranks, between batches."""
-        super().reset_activation_shape()
-        for channel in self._act_channels():
-            channel.forget_shapes()
-
     # schedules ------------------------------------------------------------------------------------------------------------
 
     def train_schedule(self) -> ProgramSchedule:
@@ -134,20 +130,37 @@ class PipelineEngine(Interpreter):
         """This rank's forward-only program."""
         return self._schedule(False, micro_batches)
 
-    def _schedule(self, train: bool, M: int) -> ProgramSchedule:
-        if (train, M) not in self._schedules:
+    def schedule_of(self, pipe_schedule) -> ProgramSchedule:
+        if isinstance(pipe_schedule, ProgramSchedule):
+            return pipe_schedule
+        return self._schedule(True, pipe_schedule.micro_batches, type(pipe_schedule))
+
+    def _schedule(self, train: bool, M: int, replaced: Optional[type] = None) -> ProgramSchedule:
+        replaced = replaced or (self.replaced_schedule if train else None)
+        if (train, M, replaced) not in self._schedules:
             try:
-                program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage) if train else self.fold.eval_program(
-                    self.num_stages, M)
-                self._schedules[train, M] = ProgramSchedule(program, self.stage_id)
+                if replaced is not None:
+                    self.fold.check_replaced(replaced)
+                    program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage,
+                                                      orders_of(replaced, self.num_stages, M))
+                elif train:
+                    program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage)
+                else:
+                    program = self.fold.eval_program(self.num_stages, M)
             except ScheduleError as error:
                 raise ConfigError(str(error)) from None
-        return self._schedules[train, M]
+            self._schedules[train, M, replaced] = ProgramSchedule(program, self.stage_id)
+        return self._schedules[train, M, replaced]
 
     def run_schedule(self, schedule) -> None:
         """Execute the instructions of this rank through ``_INSTRUCTION_MAP``, on the batch that was pulled."""
         self._training_batch = self.module.training
         self.fwd_outputs = []
+        if self.shapes_were_reset():  # before this batch, on all ranks
+            for channel in self._act_channels():
+                channel.forget_shapes()
+        if not self._batches.pulled:  # by a train_batch or eval_batch of the script's own
+            self._pull_batch(schedule.micro_batches)
         if self._training_batch:
             self.begin_batch()
             self._backwards.clear()
@@ -161,6 +174,7 @@ class PipelineEngine(Interpreter):
                     stack.enter_context(channel.separate_shapes())
                 self._interpret(schedule)
             compat.reset_checkpoint_buffers()
+        self._batches.pulled = False
         self.module.micro_offset += schedule.micro_batches
         if self.fold.debug:
             check_nothing_left(sorted(self._slots), self._channels(), self._sharded, self._control)
@@ -209,13 +223,12 @@ class PipelineEngine(Interpreter):
         if self.measured_memory is not None:
             schedule = self.measured_memory.watch(schedule)
         self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
+        methods = self.instruction_methods()
         with compat.preserved_rng() if deterministic else nullcontext():
             for step in schedule:
                 for instruction in step:
-                    method = self._INSTRUCTION_MAP.get(type(instruction))
-                    if method is None:
-                        raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
-                    method(self, **instruction.kwargs)
+                    self.__dict__["current_instruction"] = instruction  # past torch's slow setattr
+                    methods[type(instruction)](self, **instruction.kwargs)
         self.module.rng_key = None
 
     def _channels(self) -> Tuple[Optional[Channel], ...]:
