@@ -161,6 +161,10 @@ class FoldConfig(DeepSpeedConfigModel):
     receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
     """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
 
+    watchdog_s: Optional[float] = Field(None, gt=0)
+    """Seconds after which an action of a batch that is not over ends the job: every rank shows what it does, and exits with 1. Has
+    to be longer than the longest forward or backward, compilation included. Default: nobody watches."""
+
     debug: bool = False
     """Find faults of overlapped communication: memory that must not be read is NaN, what is in flight must not be written, replicas
     compare what they launch, and a batch must leave nothing behind. The numbers are the same; see docs/debugging.md."""

@@ -31,14 +31,21 @@ def main(argv: Optional[List[str]] = None) -> int:
     os.environ.update(launcher_environment(os.environ))
 
     from .dropin import install
+    from .runtime import watchdog
     install()
-    if module is None:
-        sys.argv[:] = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
-    else:
-        sys.argv[:] = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    watchdog.always_look = True
+    try:
+        if module is None:
+            sys.argv[:] = arguments
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            sys.argv[:] = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _leave()
+        raise
     _leave()
     return 0
 
@@ -81,6 +88,9 @@ def launcher_environment(environment: Dict[str, str]) -> Dict[str, str]:
 def _leave() -> None:
     """End what the script has left open, so that no rank's exit waits or complains."""
     import torch.distributed as dist
+
+    from .runtime import watchdog
+    watchdog.stop()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -27,6 +27,7 @@ from .interpreter import Interpreter
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
 from .slots import Slot
+from .watchdog import Watchdog
 
 
 class PipelineEngine(Interpreter):
@@ -36,6 +37,7 @@ class PipelineEngine(Interpreter):
         #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
         self._groups: List = []
         self._recorder: Optional[Recorder] = None
+        self._watchdog: Optional[Watchdog] = None
         #: counts what this rank holds while batches run, see :class:`~ds_fold.runtime.memory.MeasuredMemory`
         self.measured_memory = None
         if not isinstance(kwargs.get("model"), PipelineModule):
@@ -65,6 +67,8 @@ class PipelineEngine(Interpreter):
         if self.fold.trace.enabled:
             self._recorder = Recorder(self, self._control)
         self._labels_travel = self.fold.label_transport and P > 1
+        self._watchdog = Watchdog(self.global_rank, dist.get_world_size(), self.describe_current, self.current_action,
+                                  self.fold.watchdog_s)
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
 
@@ -115,6 +119,8 @@ class PipelineEngine(Interpreter):
         """DeepSpeed's ``destroy``, and the engine's process groups with their sockets and threads. Call on all ranks."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         super().destroy()
         self._act_in = self._act_out = self._grad_in = self._grad_out = None
         while self._groups:
@@ -224,12 +230,33 @@ class PipelineEngine(Interpreter):
             schedule = self.measured_memory.watch(schedule)
         self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
         methods = self.instruction_methods()
-        with compat.preserved_rng() if deterministic else nullcontext():
-            for step in schedule:
-                for instruction in step:
-                    self.__dict__["current_instruction"] = instruction  # past torch's slow setattr
-                    methods[type(instruction)](self, **instruction.kwargs)
+        try:
+            with compat.preserved_rng() if deterministic else nullcontext():
+                for step in schedule:
+                    for instruction in step:
+                        self.__dict__["current_instruction"] = instruction  # past torch's slow setattr
+                        methods[type(instruction)](self, **instruction.kwargs)
+        except Exception as error:
+            self._watchdog.record(error)
+            raise
+        self.current_instruction = None
         self.module.rng_key = None
+
+    def current_action(self):
+        """What tells this action from others, None outside of a batch."""
+        instruction = self.current_instruction
+        return None if instruction is None else (id(instruction), self.global_steps)
+
+    def describe_current(self) -> str:
+        """This rank and what it does, for messages."""
+        words = [f"rank {self.global_rank} (pipeline rank {self.stage_id}, replica {self.grid.get_data_parallel_rank()})"]
+        instruction = self.current_instruction
+        if instruction is None:
+            return f"{words[0]}, outside of a batch's program, {self.global_steps} steps done"
+        words += [f"step {self.global_steps}", type(instruction).__name__]
+        words += [f"{name.replace('_', '-')} {instruction.kwargs[name]}" for name in ("segment", "micro_batch")
+                  if name in instruction.kwargs]
+        return ", ".join(words)
 
     def _channels(self) -> Tuple[Optional[Channel], ...]:
         return self._act_in, self._act_out, self._grad_in, self._grad_out
