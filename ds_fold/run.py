@@ -31,8 +31,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     os.environ.update(launcher_environment(os.environ))
 
     from .dropin import install
-    from .runtime import watchdog
+    from .runtime import leftovers, watchdog
     install()
+    leftovers.report_stale_locks()
     watchdog.always_look = True
     try:
         if module is None:
@@ -43,10 +44,9 @@ def main(argv: Optional[List[str]] = None) -> int:
             sys.argv[:] = [module, *arguments]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        if end.code in (None, 0):
-            _leave()
+        _leave(good=end.code in (None, 0))
         raise
-    _leave()
+    _leave(good=True)
     return 0
 
 
@@ -85,13 +85,13 @@ def launcher_environment(environment: Dict[str, str]) -> Dict[str, str]:
     return found
 
 
-def _leave() -> None:
-    """End what the script has left open, so that no rank's exit waits or complains."""
+def _leave(good: bool) -> None:
+    """End what the script has left open, so that no rank's exit waits or complains; groups only where all ranks end well."""
     import torch.distributed as dist
 
     from .runtime import watchdog
     watchdog.stop()
-    if dist.is_available() and dist.is_initialized():
+    if good and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pool import RankPool, free_port
@@ -75,10 +76,12 @@ def launch(*command, **environment):
 
 
 def test_a_script_for_deepspeed_runs_folded_under_its_launcher_with_the_same_losses_and_exit_code(project):
-    done = launch("deepspeed", "--num_accelerators", 2, "--master_port", free_port(), "--module", "ds_fold.run",
+    port = free_port()
+    done = launch("deepspeed", "--num_accelerators", 2, "--master_port", port, "--module", "ds_fold.run",
                   project / "train.py", "--deepspeed_config", project / "fold.json", "--report", project / "report.json",
                   "--exit", 3)
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     report = json.loads((project / "report.json").read_text())
     assert report["engine"] == "ds_fold.runtime.engine"
     assert report["message"] == "beside the script" and report["name"] == "__main__"

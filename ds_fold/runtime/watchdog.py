@@ -19,6 +19,8 @@ from typing import Callable, List, Optional
 
 import torch.distributed as dist
 
+from .leftovers import remove_shared_memory
+
 #: seconds between two looks at the store and at what this rank does
 POLL_S = 1.0
 #: seconds that a rank has to end by itself once another has failed
@@ -122,6 +124,7 @@ class Watchdog:
         if detected:
             lines = [_read(store, f"{self._prefix}doing/{rank}") or f"rank {rank}: no answer" for rank in range(self.ranks)]
         _print(*lines, f"first error of the job: {self._first}")
+        remove_shared_memory()
         os._exit(1)
 
 
@@ -132,6 +135,7 @@ def ends_with(error: BaseException) -> None:
         return
     watchdog.record(error)
     if always_look:
+        remove_shared_memory()
         faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))
         if watchdog.rank == 0:
             time.sleep(GRACE_S)  # which holds the store: the others read there what happened
@@ -142,6 +146,8 @@ def stop() -> None:
     """This process has done its part of the job."""
     if _latest is not None:
         _latest.close()
+    if _built:  # so all ranks have met
+        remove_shared_memory()
 
 
 def _show_first_errors() -> None:
