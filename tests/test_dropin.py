@@ -1,35 +1,15 @@
 """Scripts written for DeepSpeed's pipelines, under a ds_fold block: installed classes, config sources, subclasses and habits."""
 
 import json
-import os
-import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
-from models import data, ds_config, largest_difference, make_layers, seed_cpu, whole_model
+from models import data, ds_config, installed, largest_difference, make_layers, seed_cpu, whole_model
 from pool import RankPool
 from torch import nn
 
 AIAO = {"schedule": "aiao", "segments": 2}
 OVERLAP = {**AIAO, "overlap_grad_reduce": "segment", "overlap_param_gather": True}
-
-
-@contextmanager
-def installed(config=None, argv=(), variable=None):
-    """Within this context DeepSpeed's names fold, with these words on the command line and this DS_FOLD_CONFIG."""
-    import ds_fold
-    before = sys.argv
-    sys.argv = ["train.py", *argv]
-    if variable is not None:
-        os.environ["DS_FOLD_CONFIG"] = variable
-    ds_fold.install(config)
-    try:
-        yield
-    finally:
-        ds_fold.uninstall()
-        sys.argv = before
-        os.environ.pop("DS_FOLD_CONFIG", None)
 
 
 def script(config, P=2, layers=None, cls=None, steps=3, initialize_with=None, **kwargs):

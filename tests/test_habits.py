@@ -4,9 +4,9 @@ with DeepSpeed itself, or is refused by one clear error."""
 
 import pytest
 import torch
-from models import ADAM, HIDDEN, Block, LayerSpec, data, ds_config, largest_difference, make_layers, whole_model
+from models import ADAM, HIDDEN, Block, LayerSpec, data, ds_config, installed, largest_difference, make_layers, whole_model
 from pool import RankPool
-from test_dropin import AIAO, OVERLAP, folded, installed, script
+from test_dropin import AIAO, OVERLAP, folded, script
 from torch import nn
 
 

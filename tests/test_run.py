@@ -122,6 +122,7 @@ def without_launcher(project, *words, config="fold.json"):
             process.kill()
     texts = [(project / f"rank{rank}.log").read_text() for rank in range(2)]
     assert len(ends) == 2, texts
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     return abs(ends[0] - ends[1]), [process.returncode for process in ranks], texts
 
 
