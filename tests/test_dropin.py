@@ -100,6 +100,31 @@ def test_a_block_that_only_initialize_sees_takes_a_module_over_where_its_placeme
     assert losses == stock[0] and largest_difference(weights, stock[1])[0] == 0
 
 
+def test_a_module_with_tied_layers_is_taken_over():
+    def job():
+        with installed():
+            return script(ds_config(4, 1, fold={"overlap_grad_reduce": "segment"}), layers=make_layers(8, tied=True))[:2]
+
+    losses, weights = RankPool.of(2).run(job)[0]
+    stock = RankPool.of(2).run(lambda: script(ds_config(4, 1), layers=make_layers(8, tied=True))[:2])[0]
+    difference, size = largest_difference(weights, stock[1])
+    assert losses == pytest.approx(stock[0], rel=1e-6) and difference <= 1e-6 * size
+
+
+def test_a_search_that_knows_the_block_only_is_refused(tmp_path):
+    (tmp_path / "fold.json").write_text(json.dumps({"ds_fold": {"recompute": "auto", "profile": "p.json"}}))
+
+    def job(path):
+        import ds_fold
+        with installed(variable=path):
+            try:
+                script(ds_config(4))
+            except ds_fold.ConfigError as error:
+                return str(error)
+
+    assert all("name the whole ds_config" in text for text in RankPool.of(2).run(job, str(tmp_path / "fold.json")))
+
+
 @pytest.mark.parametrize("fold", [AIAO, {"partition": [0, 1, 8]}])
 def test_a_placement_that_comes_too_late_is_one_error_with_the_remedy_on_every_rank(fold):
     def job(fold):

@@ -201,7 +201,8 @@ def builds_its_engine(config, P, optimizer_later):
                     mpu=net.mpu(), config=config, config_class=DeepSpeedConfig(config, net.mpu()))
     if optimizer_later:
         engine._configure_optimizer(make, params)
-    losses = [float(engine.train_batch(batches)) for batches in [data(0)] for _ in range(3)]
+    batches = data(0, "bf16" if engine.bfloat16_enabled() else "fp32")
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
     assert engine.note == "mine" and isinstance(engine, Engine) and type(engine).__name__ == "Engine"
     return losses, whole_model(net), folded(engine), type(engine.optimizer).__name__
 
@@ -214,6 +215,12 @@ def test_a_subclass_of_the_engine_built_directly(zero):
         mine, my_weights, classes, optimizer = under(OVERLAP, builds_its_engine, later, zero=zero)[0]
         assert classes == (True, True) and optimizer == "ShardedOptimizer"
         assert mine == losses and largest_difference(weights, my_weights)[0] == 0
+
+
+def test_an_optimizer_that_comes_later_in_bf16():
+    (losses, weights, *_), (mine, my_weights, *_) = (under(OVERLAP, builds_its_engine, later, zero=2, dtype="bf16")[0]
+                                                     for later in (False, True))
+    assert mine == losses and largest_difference(weights, my_weights)[0] == 0
 
 
 def groups_and_scheduler(config, P, as_callables):

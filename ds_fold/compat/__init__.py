@@ -247,6 +247,9 @@ class PipelineEngineBase(ScriptEngine):
             static_loss_scale=self.loss_scale(), dynamic_loss_scale=self.dynamic_loss_scale(),
             dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)
 
+    def _configure_bf16_optimizer(self, optimizer):
+        return None if optimizer is None else super()._configure_bf16_optimizer(optimizer)
+
     def _build_data_iter(self, dataset):
         self.set_dataloader(self.training_loader(dataset))
 

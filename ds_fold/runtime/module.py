@@ -50,12 +50,15 @@ class PipelineModule(compat.PipelineModuleBase):
         ds_config = load_config(config)
         fold = fold_config(ds_config)
         layers = list(layers)
+        block_only = not ds_config.keys() - {BLOCK}  # which says nothing of the batch
+        if block_only and fold.searches:
+            raise ConfigError(f"{BLOCK}.partition and recompute are to be searched for, which needs batch sizes and ZeRO stage "
+                              f"where the module is built, but only the {BLOCK} block is known there; name the whole ds_config")
         if num_stages is not None or topology is not None:
             P = topology.get_dim("pipe") if topology is not None else num_stages
             D = topology.get_dim("data") if topology is not None else None
-            # a block alone says nothing of the batch; the engine, which has the whole config, checks again
-            M = micro_batches_of(ds_config, D) if ds_config.keys() - {BLOCK} else None
-            fold.check(P, M, len(layers))
+            # the engine, which has the whole config, checks again
+            fold.check(P, None if block_only else micro_batches_of(ds_config, D), len(layers))
         self._take_config(ds_config, fold, len(layers), kwargs.get("activation_checkpoint_interval") or 0)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
         self._get_ready()
