@@ -144,6 +144,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_other_says_what_it_waited_in
     assert codes == [1, -9] and apart < 30
     line = last_lines(texts)[0]
     assert line.startswith("ds_fold: first error of the job: rank 0 (pipeline rank 0, replica 0), step 1, Wait"), texts
+    assert "(other end: rank 1), segment " in line
 
 
 def test_the_watchdog_shows_what_each_rank_waits_in_and_ends_the_job(project):

@@ -22,7 +22,7 @@ from .channels import Channel
 from .data import BatchQueue, EpochLoader, check_item
 from .debug import CheckedChannel, DebugOptimizer, check_nothing_left
 from .early_step import why_not_in_pieces
-from .instructions import ProgramSchedule, orders_of
+from .instructions import OTHER_END, ProgramSchedule, orders_of
 from .interpreter import Interpreter
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
@@ -254,6 +254,9 @@ class PipelineEngine(Interpreter):
         if instruction is None:
             return f"{words[0]}, outside of a batch's program, {self.global_steps} steps done"
         words += [f"step {self.global_steps}", type(instruction).__name__]
+        if type(instruction) in OTHER_END:
+            stage = (self.stage_id + OTHER_END[type(instruction)]) % self.num_stages
+            words[-1] += f" (other end: rank {self.grid.stage_to_global(stage_id=stage)})"
         words += [f"{name.replace('_', '-')} {instruction.kwargs[name]}" for name in ("segment", "micro_batch")
                   if name in instruction.kwargs]
         return ", ".join(words)

@@ -64,6 +64,13 @@ INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
 }
 
 
+#: instruction of a message -> the other end: the pipeline rank before (-1) or behind (1), around the ring
+OTHER_END: Dict[Type[stock.PipeInstruction], int] = {
+    **{INSTRUCTIONS[name]: -1 for name in (op.RECV_ACT, op.WAIT_RECV_ACT, op.SEND_GRAD, op.WAIT_SEND_GRAD)},
+    **{INSTRUCTIONS[name]: 1 for name in (op.SEND_ACT, op.WAIT_SEND_ACT, op.RECV_GRAD, op.WAIT_RECV_GRAD)},
+}
+
+
 class ProgramSchedule(stock.PipeSchedule):
     """One pipeline rank's program as a DeepSpeed ``PipeSchedule``; every action is a step of one instruction.
 
