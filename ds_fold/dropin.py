@@ -83,9 +83,7 @@ def _build_module(self, args, kwargs) -> bool:
     config, source = _with_block(*_config_at_construction())
     if source is None:
         return False
-    if isinstance(self, DualPipeVModule):
-        raise ConfigError(f"DualPipeVModule has a schedule of its own, but {source} has a {BLOCK} block; remove the block, or use "
-                          f"PipelineModule")
+    _refuse_dual_pipe(self, source)
     self.__class__ = _folded(type(self), PipelineModule)
     PipelineModule.__init__(self, *args, config=config, **kwargs)
     if self.global_rank == 0:
@@ -107,16 +105,20 @@ def _build_engine(self, args, kwargs) -> bool:
             config = {**config, BLOCK: model.ds_config.get(BLOCK, {})}
     elif source is None:
         return False
-    elif isinstance(model, DualPipeVModule):
-        raise ConfigError(f"DualPipeVModule has a schedule of its own, but {source} has a {BLOCK} block; remove the block, or use "
-                          f"PipelineModule")
     else:
+        _refuse_dual_pipe(model, source)
         model.__class__ = _folded(type(model), PipelineModule)
         model.take_over(config)
     compat.set_config_of(config_class, config)
     self.__class__ = _folded(type(self), model.engine_class or PipelineEngine)
     PipelineEngine.__init__(self, **prepared(kwargs))
     return True
+
+
+def _refuse_dual_pipe(module, source: str) -> None:
+    if isinstance(module, DualPipeVModule):
+        raise ConfigError(f"DualPipeVModule has a schedule of its own, but {source} has a {BLOCK} block; remove the block, or use "
+                          f"PipelineModule")
 
 
 @lru_cache(maxsize=None)

@@ -125,6 +125,40 @@ def test_a_search_that_knows_the_block_only_is_refused(tmp_path):
     assert all("name the whole ds_config" in text for text in RankPool.of(2).run(job, str(tmp_path / "fold.json")))
 
 
+def test_dual_pipe_is_refused_under_a_block():
+    def job(early):
+        import deepspeed
+        from deepspeed.pipe import DualPipeVModule
+
+        import ds_fold
+        config = ds_config(4, fold={"schedule": "gpipe"})
+        with installed(config if early else None):
+            try:
+                net = DualPipeVModule(make_layers(8), num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+                deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+            except ds_fold.ConfigError as error:
+                return early, str(error)
+
+    for early in (True, False):
+        for built, text in RankPool.of(2).run(job, early):
+            assert built == early and "DualPipeVModule has a schedule of its own" in text
+
+
+def test_an_engine_that_only_evaluates_needs_no_optimizer(tmp_path):
+    def job(folder):
+        config = ds_config(4, 1, fold=AIAO)
+        del config["optimizer"]
+        with installed(config):
+            engine = script(config, steps=0)[2]
+            loss = float(engine.eval_batch(data(3)))
+            engine.save_checkpoint(folder, tag="weights")
+            return loss
+
+    expected = RankPool.of(2).run(lambda: float(script(ds_config(4), steps=0)[2].eval_batch(data(3))))
+    assert RankPool.of(2).run(job, str(tmp_path)) == expected
+    assert len(list((tmp_path / "weights").glob("layer_*"))) == 8
+
+
 @pytest.mark.parametrize("fold", [AIAO, {"partition": [0, 1, 8]}])
 def test_a_placement_that_comes_too_late_is_one_error_with_the_remedy_on_every_rank(fold):
     def job(fold):

@@ -230,10 +230,10 @@ class PipelineEngineBase(ScriptEngine):
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer):
-        if optimizer is None:
-            return None  # it comes later, see _configure_optimizer, or never
         if not self._replaces_wrapper_of(optimizer):
             return super()._configure_zero_optimizer(optimizer)
+        if optimizer is None:
+            return None  # it comes later, see _configure_optimizer, or never
         dtype, accumulate_dtype = self.get_data_types()
         grid = self.module.grid
         # like DeepSpeed's wrappers: with fp32 accumulation a step that is not finite is skipped in bf16, too
@@ -248,7 +248,8 @@ class PipelineEngineBase(ScriptEngine):
             dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)
 
     def _configure_bf16_optimizer(self, optimizer):
-        return None if optimizer is None else super()._configure_bf16_optimizer(optimizer)
+        later = optimizer is None and self._replaces_wrapper_of(None)
+        return None if later else super()._configure_bf16_optimizer(optimizer)
 
     def _build_data_iter(self, dataset):
         self.set_dataloader(self.training_loader(dataset))
