@@ -325,8 +325,9 @@ def test_a_function_that_works_on_the_buffers_is_one_clear_error():
     assert under(AIAO, habit, P=1) == [True]
 
 
-def replaces_the_schedule(config, P):
+def replaces_the_schedule(config, P, the_class):
     from deepspeed.runtime.pipe import schedule
+    from deepspeed.runtime.pipe.engine import PipelineEngine
 
     class OneByOne(schedule.PipeSchedule):
         """A micro-batch at a time, so that least is held."""
@@ -345,19 +346,26 @@ def replaces_the_schedule(config, P):
         def num_pipe_buffers(self):
             return 1
 
-    before, schedule.TrainSchedule = schedule.TrainSchedule, OneByOne
+    before = schedule.TrainSchedule, PipelineEngine._train_schedule
+    if the_class:
+        schedule.TrainSchedule = OneByOne
+    else:
+        PipelineEngine._train_schedule = lambda self: OneByOne(self.micro_batches, self.num_stages, self.stage_id)
     try:
         losses, weights, engine = script(config, P)
-        program = [str(a) for a in engine.train_schedule().program.ranks[engine.stage_id]] if config.get("ds_fold") else []
-        return losses, weights, [a for a in program if a[0] in "FB"]
+        if not folded(engine)[0]:
+            return losses, weights
+        program = engine.schedule_of(engine._train_schedule()).program
+        return losses, weights, [str(a) for a in program.ranks[engine.stage_id] if str(a)[0] in "FB"]
     finally:
-        schedule.TrainSchedule = before
+        schedule.TrainSchedule, PipelineEngine._train_schedule = before
 
 
-def test_a_replaced_train_schedule_runs_proved_unless_the_block_names_another():
-    order, = assert_same(replaces_the_schedule, zero=1, fold={"overlap_grad_reduce": "segment"})
+@pytest.mark.parametrize("the_class", [True, False])
+def test_a_replaced_train_schedule_runs_proved_unless_the_block_names_another(the_class):
+    order, = assert_same(replaces_the_schedule, the_class, zero=1, fold={"overlap_grad_reduce": "segment"})
     assert order == ["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2", "F0.3", "B0.3"]
-    text = refused(replaces_the_schedule)
+    text = refused(replaces_the_schedule, the_class)
     assert "OneByOne in place of DeepSpeed's TrainSchedule" in text and "ds_fold.schedule, ds_fold.segments; remove these" in text
 
 

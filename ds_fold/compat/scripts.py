@@ -55,13 +55,8 @@ class ScriptEngine(_StockEngine):
 
     # schedule and instructions ----------------------------------------------------------------------------------------------
 
-    def _train_schedule(self):
-        return self.train_schedule()
-
-    def _inference_schedule(self, micro_batches):
-        return self.eval_schedule(micro_batches)
-
     def _exec_schedule(self, pipe_schedule):
+        # what _train_schedule and _inference_schedule have made, DeepSpeed's or a script's
         if type(pipe_schedule) is _TRAIN_SCHEDULE:
             pipe_schedule = self.train_schedule()
         elif type(pipe_schedule) is _INFERENCE_SCHEDULE:
