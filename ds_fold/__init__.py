@@ -17,6 +17,8 @@ _HOMES = {
     "TiedLayerSpec": "deepspeed.pipe",
     "FoldConfig": "ds_fold.config",
     "ConfigError": "ds_fold.config",
+    "install": "ds_fold.dropin",
+    "uninstall": "ds_fold.dropin",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -13,6 +13,7 @@ from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
     SCHEDULE_NAMES,
+    Orders,
     Overlap,
     Program,
     ScheduleError,
@@ -201,6 +202,10 @@ class FoldConfig(DeepSpeedConfigModel):
     receive_ahead: int = Field(DEFAULT_RECEIVE_AHEAD, ge=1, strict=True)
     """Most receives posted and not yet waited for. More hides more latency; each holds its buffer."""
 
+    watchdog_s: Optional[float] = Field(None, gt=0)
+    """Seconds after which an action of a batch that is not over ends the job: every rank shows what it does, and exits with 1. Has
+    to be longer than the longest forward or backward, compilation included. Default: nobody watches."""
+
     debug: bool = False
     """Find faults of overlapped communication: memory that must not be read is NaN, what is in flight must not be written, replicas
     compare what they launch, and a batch must leave nothing behind. The numbers are the same; see docs/debugging.md."""
@@ -371,9 +376,18 @@ class FoldConfig(DeepSpeedConfigModel):
             return read_csv(self.schedule.file, P, self.segments, M)
         return compute_order(self.preset, P, self.segments, M, self.micro_batch_group, self.head_backward)
 
-    def train_program(self, P: int, M: int, zero_stage: int = 0) -> Program:
-        """The program of one training batch on P pipeline ranks, proved. Raises ScheduleError."""
-        program = lower(self.orders(P, M), self.segments, M, self.receive_ahead, label_transport=self.label_transport,
+    def check_replaced(self, schedule: type) -> None:
+        """Refuse what goes not together with a script's own TrainSchedule. Raises ScheduleError."""
+        mine = [f"{BLOCK}.{key}" for key in ("schedule", "segments", "micro_batch_group", "head_backward", "last_segment")
+                if key in self.model_fields_set]
+        if mine:
+            raise ScheduleError(f"the script has a schedule of its own, {schedule.__name__} in place of DeepSpeed's TrainSchedule, "
+                                f"but the config has {', '.join(mine)}; remove these, or leave TrainSchedule as it is")
+
+    def train_program(self, P: int, M: int, zero_stage: int = 0, orders: Optional[Orders] = None) -> Program:
+        """The program of one training batch on P pipeline ranks, proved; of ``orders`` in place of the block's schedule. Raises
+        ScheduleError."""
+        program = lower(orders or self.orders(P, M), self.segments, M, self.receive_ahead, label_transport=self.label_transport,
                         overlap=self.overlap(zero_stage))
         verify(program)
         return program

@@ -24,12 +24,18 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, *, 
         raise ConfigError(f"model is a {type(model).__name__}; build it with ds_fold.PipelineModule")
     if config is None and getattr(args, "deepspeed_config", None) is None and "config_params" not in kwargs and model.ds_config:
         config = model.ds_config
-    if kwargs.get("training_data") is not None:
-        check_dataset(kwargs["training_data"])
     if isinstance(config, str):
         config = load_config(config)
+    kwargs = prepared({**kwargs, "model": model, "model_parameters": model_parameters})
     with compat.engine_class(model.engine_class or PipelineEngine):
-        return deepspeed.initialize(args, model, optimizer, _trainable(model, model_parameters), config=config, **kwargs)
+        return deepspeed.initialize(args, optimizer=optimizer, config=config, **kwargs)
+
+
+def prepared(arguments: dict) -> dict:
+    """Arguments of an engine, by name: the dataset checked, the parameters those that are trained."""
+    if arguments.get("training_data") is not None:
+        check_dataset(arguments["training_data"])
+    return {**arguments, "model_parameters": _trainable(arguments["model"], arguments.get("model_parameters"))}
 
 
 def _trainable(model, model_parameters):

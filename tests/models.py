@@ -1,5 +1,8 @@
 """Small models, data and oracles: the same layers trained by stock DeepSpeed, by ds_fold, and by one plain process."""
 
+import os
+import sys
+from contextlib import contextmanager
 from functools import partial
 
 import deepspeed
@@ -117,6 +120,23 @@ def whole_model(module):
                 assert torch.equal(model[name], weights), f"replicas differ: {name}"
             model[name] = weights
     return model
+
+
+@contextmanager
+def installed(config=None, argv=(), variable=None):
+    """Within this context DeepSpeed's names fold, with these words on the command line and this DS_FOLD_CONFIG."""
+    import ds_fold
+    before = sys.argv
+    sys.argv = ["train.py", *argv]
+    if variable is not None:
+        os.environ["DS_FOLD_CONFIG"] = variable
+    ds_fold.install(config)
+    try:
+        yield
+    finally:
+        ds_fold.uninstall()
+        sys.argv = before
+        os.environ.pop("DS_FOLD_CONFIG", None)
 
 
 def build(stock, config, P, count, tied=False, loss_fn=None, layers=None, **kwargs):

@@ -6,10 +6,11 @@ Bitwise where the order of sums is the same (no clipping, no weight shared withi
 
 import os
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
-from models import MICRO_BATCH, data, ds_config, largest_difference, train, train_alone
+from models import MICRO_BATCH, data, ds_config, installed, largest_difference, train, train_alone
 from pairwise import pairwise
 from pool import RankPool
 
@@ -40,6 +41,7 @@ GRID = {
     "align": [False, True],
     "debug": [False, True],
     "shard_params": [False, True],
+    "drop_in": [False, True],  # by DeepSpeed's names, with ds_fold installed
 }
 
 
@@ -72,6 +74,7 @@ def _id(case) -> str:
     words += [case["optimizer_step"]] * (case["optimizer_step"] != "validated")
     words += ["aligned"] * case["align"] + ["shard_params"] * case["shard_params"]
     words += ["labels_travel"] * case["label_transport"] + ["trace"] * case["trace"] + ["debug"] * case["debug"]
+    words += ["drop_in"] * case["drop_in"]
     words += [case["overlap"]] * (case["overlap"] != "off")
     return "-".join(words)
 
@@ -130,7 +133,9 @@ def run_case(case, folder):
     stock_zero = 1 if case["clip"] and dtype == "fp32" or case["zero"] == 2 or case["precision"] in (
         "bf16_accumulate_fp32", "fp16") else case["zero"]
     M = case["micro_batches"]
-    ours = train(False, ds_config(M, case["zero"], fold=fold_block(case, folder), **options), P, LAYERS, STEPS, case["tied"], dtype)
+    config = ds_config(M, case["zero"], fold=fold_block(case, folder), **options)
+    with installed(config) if case["drop_in"] else nullcontext():
+        ours = train(case["drop_in"], config, P, LAYERS, STEPS, case["tied"], dtype)
     stock = train(True, ds_config(M, stock_zero, **options), P, LAYERS, STEPS, case["tied"], dtype)
     alone = None
     if dist.get_rank() == 0 and dtype == "fp32":

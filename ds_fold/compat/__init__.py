@@ -25,6 +25,16 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.utils.checkpoint import checkpoint
 
+from .scripts import (
+    ScriptEngine,
+    config_of,
+    decoded_config,
+    engine_arguments,
+    redirect_instructions,
+    restore_instructions,
+    set_config_of,
+)
+
 
 @contextmanager
 def engine_class(cls):
@@ -39,8 +49,14 @@ def engine_class(cls):
 class PipelineModuleBase(_StockModule):
     """DeepSpeed's PipelineModule with hooks for placement and construction.
 
-    Subclasses implement :meth:`place_layers` and :meth:`chunk_bounds`.
+    Subclasses implement :meth:`place_layers`, :meth:`chunk_bounds` and :meth:`take_parts`. Where a subclass of those has a
+    ``_partition_layers`` of its own, that sees all virtual stages in ``num_stages``, and its ``parts`` are taken.
     """
+
+    def __init__(self, *args, **kwargs):
+        object.__setattr__(self, "_partition_layers", self._partition_into_chunks)
+        super().__init__(*args, **kwargs)
+        del self._partition_layers  # the class's again
 
     def place_layers(self, method: str) -> List[int]:
         """The cuts between all virtual stages."""
@@ -48,6 +64,14 @@ class PipelineModuleBase(_StockModule):
 
     def chunk_bounds(self) -> List[Tuple[int, int]]:
         """This rank's chunks as ranges of global layer indices, by segment."""
+        raise NotImplementedError
+
+    def take_parts(self, parts) -> List[int]:
+        """Check the cuts that a subclass has made. Raises ConfigError unless they are those of v*P chunks."""
+        raise NotImplementedError
+
+    def count_parameters(self) -> List[int]:
+        """Parameters of each layer."""
         raise NotImplementedError
 
     @property
@@ -65,7 +89,22 @@ class PipelineModuleBase(_StockModule):
     def is_checkpointable(self, funcs) -> bool:
         return self._is_checkpointable(funcs)
 
+    def layer_weights(self) -> List[int]:
+        """What partition "parameters" balances: :meth:`count_parameters`, or what a subclass counts."""
+        counts_itself = type(self)._count_layer_params is not _StockModule._count_layer_params
+        return list(self._count_layer_params()) if counts_itself else self.count_parameters()
+
+    def _partition_into_chunks(self, method="uniform"):
+        if type(self)._partition_layers is PipelineModuleBase._partition_layers or self.fold.partition is not None:
+            return PipelineModuleBase._partition_layers(self, method)
+        P, self.parts = self.num_stages, None
+        self.num_stages = P * self.num_segments
+        type(self)._partition_layers(self, method)
+        self.num_stages = P
+        self.parts = self.take_parts(self.parts)
+
     def _partition_layers(self, method="uniform"):
+        self.num_stages = self.num_pipeline_stages()
         self.parts = self.place_layers(method)
         self._set_bounds(*self.chunk_bounds()[0])
 
@@ -81,6 +120,13 @@ class PipelineModuleBase(_StockModule):
             self.segment_ranges.append((first, len(self.forward_funcs)))
             self.global_layer_indices.extend(range(start, stop))
         self._set_bounds(*self.chunk_bounds()[0])
+
+    def index_chunk(self) -> None:
+        """What :meth:`_build` would have set, for a module that DeepSpeed's class has built."""
+        self.segment_ranges = [(0, len(self.forward_funcs))]
+        self.global_layer_indices = list(range(self._local_start, self._local_stop))
+        self.tied_comms = self._index_tied_modules()
+        self._synchronize_tied_weights()
 
     def _index_tied_modules(self):
         ties = super()._index_tied_modules()
@@ -119,10 +165,10 @@ class PipelineModuleBase(_StockModule):
             return super().ckpt_layer_path_list(ckpt_dir, local_layer_idx)
 
 
-class PipelineEngineBase(_StockEngine):
+class PipelineEngineBase(ScriptEngine):
     """DeepSpeed's PipelineEngine with hooks for the schedule, and its gradient state reduced to plain functions.
 
-    Subclasses implement :meth:`train_schedule`, :meth:`eval_schedule` and :meth:`run_schedule`.
+    Subclasses implement the hooks below and those of :class:`ScriptEngine`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -137,19 +183,18 @@ class PipelineEngineBase(_StockEngine):
         if self.fold_zero_stage == 2:  # DeepSpeed refuses it with pipelines; only the optimizer below has to know
             config.zero_optimization_stage = config.zero_config.stage = 1
         super().__init__(*args, **kwargs)
+
+    def look_at_optimizer(self):
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and not self.optimizer.cpu_offload:
             # its own issues collectives per parameter group, and ranks with different numbers of groups wait for each other
             self.optimizer.scaled_global_norm = self._zero_global_norm
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
+        self.took_optimizer()
 
     # hooks ----------------------------------------------------------------------------------------------------------------
 
-    def train_schedule(self):
-        raise NotImplementedError
-
-    def eval_schedule(self, micro_batches: int):
-        raise NotImplementedError
-
-    def run_schedule(self, schedule) -> None:
+    def took_optimizer(self) -> None:
+        """Called when ``self.optimizer`` is there: once built, or later."""
         raise NotImplementedError
 
     def training_loader(self, dataset):
@@ -164,15 +209,6 @@ class PipelineEngineBase(_StockEngine):
         """A sharded optimizer over the user's ``optimizer``. ``options`` are what DeepSpeed's config and engine say."""
         raise NotImplementedError
 
-    def _train_schedule(self):
-        return self.train_schedule()
-
-    def _inference_schedule(self, micro_batches):
-        return self.eval_schedule(micro_batches)
-
-    def _exec_schedule(self, pipe_schedule):
-        self.run_schedule(pipe_schedule)
-
     def _replaces_wrapper_of(self, optimizer) -> bool:
         return self.owns_optimizer(optimizer, self.get_data_types()[0] != torch.float32)
 
@@ -186,6 +222,8 @@ class PipelineEngineBase(_StockEngine):
     def _configure_zero_optimizer(self, optimizer):
         if not self._replaces_wrapper_of(optimizer):
             return super()._configure_zero_optimizer(optimizer)
+        if optimizer is None:
+            return None  # it comes later, see _configure_optimizer, or never
         dtype, accumulate_dtype = self.get_data_types()
         grid = self.module.grid
         # like DeepSpeed's wrappers: with fp32 accumulation a step that is not finite is skipped in bf16, too
@@ -198,6 +236,10 @@ class PipelineEngineBase(_StockEngine):
             check_overflow=bf16_check or dtype != torch.bfloat16,
             static_loss_scale=self.loss_scale(), dynamic_loss_scale=self.dynamic_loss_scale(),
             dynamic_loss_args=self.dynamic_loss_scale_args(), mpu=grid, timers=self.timers if self.wall_clock_breakdown() else None)
+
+    def _configure_bf16_optimizer(self, optimizer):
+        later = optimizer is None and self._replaces_wrapper_of(None)
+        return None if later else super()._configure_bf16_optimizer(optimizer)
 
     def _build_data_iter(self, dataset):
         self.set_dataloader(self.training_loader(dataset))
@@ -275,10 +317,10 @@ class PipelineEngineBase(_StockEngine):
             for parameter in self.module.parameters():
                 if parameter.requires_grad:
                     self.accumulated_grad(parameter)
-        self._exec_reduce_grads()
+        _StockEngine._exec_reduce_grads(self)
 
     def step_optimizer(self) -> None:
-        self._exec_optimizer_step()
+        _StockEngine._exec_optimizer_step(self)
 
     def clip_fp32_gradients(self):
         """Clip by the norm over the whole model. DeepSpeed's own counts the first pipeline rank's parameters only."""
@@ -362,7 +404,8 @@ def reset_checkpoint_buffers() -> None:
 
 
 __all__ = [
-    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "current_device",
-    "device_memory_bytes", "engine_class", "is_reentrant", "non_reentrant_checkpoint", "preserved_rng", "reset_checkpoint_buffers",
-    "seed_device", "stock_schedule", "synchronized_time"
+    "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "config_of", "current_device",
+    "decoded_config", "device_memory_bytes", "engine_arguments", "engine_class", "is_reentrant", "non_reentrant_checkpoint",
+    "preserved_rng", "redirect_instructions", "reset_checkpoint_buffers", "restore_instructions", "seed_device", "set_config_of",
+    "stock_schedule", "synchronized_time"
 ]

@@ -20,6 +20,8 @@ class BatchQueue:
 
     def __init__(self, group):
         self.group = group
+        #: whether the next batch's items are here
+        self.pulled = False
         self._items: Deque = deque()
 
     def pop(self) -> Any:
@@ -52,6 +54,7 @@ class BatchQueue:
         if error is not None:
             self._items.clear()
             raise error
+        self.pulled = True
 
 
 class EpochLoader:

@@ -22,11 +22,12 @@ from .channels import Channel
 from .data import BatchQueue, EpochLoader, check_item
 from .debug import CheckedChannel, DebugOptimizer, check_nothing_left
 from .early_step import why_not_in_pieces
-from .instructions import ProgramSchedule
+from .instructions import OTHER_END, ProgramSchedule, orders_of
 from .interpreter import Interpreter
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
 from .slots import Slot
+from .watchdog import Watchdog
 
 
 class PipelineEngine(Interpreter):
@@ -36,11 +37,12 @@ class PipelineEngine(Interpreter):
         #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
         self._groups: List = []
         self._recorder: Optional[Recorder] = None
+        self._watchdog: Optional[Watchdog] = None
         #: counts what this rank holds while batches run, see :class:`~ds_fold.runtime.memory.MeasuredMemory`
         self.measured_memory = None
-        super().__init__(*args, **kwargs)
-        if not isinstance(self.module, PipelineModule):
+        if not isinstance(kwargs.get("model"), PipelineModule):
             raise ConfigError("ds_fold's engine needs a ds_fold.PipelineModule")
+        super().__init__(*args, **kwargs)
         for key in ("segments", "partition", "recompute", "profile", "cluster"):
             mine, others = getattr(self.fold, key), getattr(self.module.fold, key)
             if mine != others:
@@ -48,18 +50,10 @@ class PipelineEngine(Interpreter):
                                   f"pass the same config to PipelineModule(config=...) and initialize()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size)
-        self._schedules: Dict[Tuple[bool, int], ProgramSchedule] = {}
+        self._schedules: Dict[Tuple[bool, int, Optional[type]], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._training_batch = True
-        #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
-        self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
-        if self._sharded is not None:
-            self.module.before_read = self._sharded.flush
-            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather and not self.fold.shard_params:
-                self.module.before_layer = self._sharded.wait_layer
-        if isinstance(self._sharded, DebugOptimizer):
-            self._sharded.guard(self.module)
         self._backwards: Dict[int, int] = {}  # segment -> backwards that have begun in this batch
         P, v = self.num_stages, self.fold.segments
         self._last_virtual_stage = v * P - 1
@@ -73,8 +67,20 @@ class PipelineEngine(Interpreter):
         if self.fold.trace.enabled:
             self._recorder = Recorder(self, self._control)
         self._labels_travel = self.fold.label_transport and P > 1
+        self._watchdog = Watchdog(self.global_rank, dist.get_world_size(), self.describe_current, self.current_action,
+                                  self.fold.watchdog_s)
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
+
+    def took_optimizer(self) -> None:
+        #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
+        self._sharded = self.optimizer if isinstance(self.optimizer, ShardedOptimizer) else None
+        if self._sharded is not None:
+            self.module.before_read = self._sharded.flush
+            if self.fold.overlap_grad_reduce == "layer" and self.fold.overlap_param_gather and not self.fold.shard_params:
+                self.module.before_layer = self._sharded.wait_layer
+        if isinstance(self._sharded, DebugOptimizer):
+            self._sharded.guard(self.module)
 
     @cached_property
     def fold(self) -> FoldConfig:
@@ -113,16 +119,12 @@ class PipelineEngine(Interpreter):
         """DeepSpeed's ``destroy``, and the engine's process groups with their sockets and threads. Call on all ranks."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         super().destroy()
         self._act_in = self._act_out = self._grad_in = self._grad_out = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
-
-    def reset_activation_shape(self):
-        """The shapes between chunks may differ from here on. Call on all ranks, between batches."""
-        super().reset_activation_shape()
-        for channel in self._act_channels():
-            channel.forget_shapes()
 
     # schedules ------------------------------------------------------------------------------------------------------------
 
@@ -134,20 +136,37 @@ class PipelineEngine(Interpreter):
         """This rank's forward-only program."""
         return self._schedule(False, micro_batches)
 
-    def _schedule(self, train: bool, M: int) -> ProgramSchedule:
-        if (train, M) not in self._schedules:
+    def schedule_of(self, pipe_schedule) -> ProgramSchedule:
+        if isinstance(pipe_schedule, ProgramSchedule):
+            return pipe_schedule
+        return self._schedule(True, pipe_schedule.micro_batches, type(pipe_schedule))
+
+    def _schedule(self, train: bool, M: int, replaced: Optional[type] = None) -> ProgramSchedule:
+        replaced = replaced or (self.replaced_schedule if train else None)
+        if (train, M, replaced) not in self._schedules:
             try:
-                program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage) if train else self.fold.eval_program(
-                    self.num_stages, M)
-                self._schedules[train, M] = ProgramSchedule(program, self.stage_id)
+                if replaced is not None:
+                    self.fold.check_replaced(replaced)
+                    program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage,
+                                                      orders_of(replaced, self.num_stages, M))
+                elif train:
+                    program = self.fold.train_program(self.num_stages, M, self.fold_zero_stage)
+                else:
+                    program = self.fold.eval_program(self.num_stages, M)
             except ScheduleError as error:
                 raise ConfigError(str(error)) from None
-        return self._schedules[train, M]
+            self._schedules[train, M, replaced] = ProgramSchedule(program, self.stage_id)
+        return self._schedules[train, M, replaced]
 
     def run_schedule(self, schedule) -> None:
         """Execute the instructions of this rank through ``_INSTRUCTION_MAP``, on the batch that was pulled."""
         self._training_batch = self.module.training
         self.fwd_outputs = []
+        if self.shapes_were_reset():  # before this batch, on all ranks
+            for channel in self._act_channels():
+                channel.forget_shapes()
+        if not self._batches.pulled:  # by a train_batch or eval_batch of the script's own
+            self._pull_batch(schedule.micro_batches)
         if self._training_batch:
             self.begin_batch()
             if self._sharded is not None:
@@ -163,6 +182,7 @@ class PipelineEngine(Interpreter):
                     stack.enter_context(channel.separate_shapes())
                 self._interpret(schedule)
             compat.reset_checkpoint_buffers()
+        self._batches.pulled = False
         self.module.micro_offset += schedule.micro_batches
         if self.fold.debug:
             check_nothing_left(sorted(self._slots), self._channels(), self._sharded, self._control)
@@ -212,14 +232,37 @@ class PipelineEngine(Interpreter):
         if self.measured_memory is not None:
             schedule = self.measured_memory.watch(schedule)
         self.module.rng_key = (self.global_steps, self.grid.get_data_parallel_rank()) if deterministic else None
-        with compat.preserved_rng() if deterministic else nullcontext():
-            for step in schedule:
-                for instruction in step:
-                    method = self._INSTRUCTION_MAP.get(type(instruction))
-                    if method is None:
-                        raise RuntimeError(f"{type(self).__name__} does not understand instruction {instruction!r}")
-                    method(self, **instruction.kwargs)
+        methods = self.instruction_methods()
+        try:
+            with compat.preserved_rng() if deterministic else nullcontext():
+                for step in schedule:
+                    for instruction in step:
+                        self.__dict__["current_instruction"] = instruction  # past torch's slow setattr
+                        methods[type(instruction)](self, **instruction.kwargs)
+        except Exception as error:
+            self._watchdog.record(error)
+            raise
+        self.current_instruction = None
         self.module.rng_key = None
+
+    def current_action(self):
+        """What tells this action from others, None outside of a batch."""
+        instruction = self.current_instruction
+        return None if instruction is None else (id(instruction), self.global_steps)
+
+    def describe_current(self) -> str:
+        """This rank and what it does, for messages."""
+        words = [f"rank {self.global_rank} (pipeline rank {self.stage_id}, replica {self.grid.get_data_parallel_rank()})"]
+        instruction = self.current_instruction
+        if instruction is None:
+            return f"{words[0]}, outside of a batch's program, {self.global_steps} steps done"
+        words += [f"step {self.global_steps}", type(instruction).__name__]
+        if type(instruction) in OTHER_END:
+            stage = (self.stage_id + OTHER_END[type(instruction)]) % self.num_stages
+            words[-1] += f" (other end: rank {self.grid.stage_to_global(stage_id=stage)})"
+        words += [f"{name.replace('_', '-')} {instruction.kwargs[name]}" for name in ("segment", "micro_batch")
+                  if name in instruction.kwargs]
+        return ", ".join(words)
 
     def _channels(self) -> Tuple[Optional[Channel], ...]:
         return self._act_in, self._act_out, self._grad_in, self._grad_out

@@ -1,8 +1,10 @@
 """Programs as DeepSpeed schedules: each action becomes a ``PipeInstruction``, each rank's program a ``PipeSchedule``."""
 
+from itertools import chain
 from typing import Dict, List, Type
 
 from ..compat import stock_schedule as stock
+from ..schedule import Orders, ScheduleError
 from ..schedule import actions as op
 from ..schedule.actions import Program
 
@@ -67,6 +69,13 @@ INSTRUCTIONS: Dict[str, Type[stock.PipeInstruction]] = {
 }
 
 
+#: instruction of a message -> the other end: the pipeline rank before (-1) or behind (1), around the ring
+OTHER_END: Dict[Type[stock.PipeInstruction], int] = {
+    **{INSTRUCTIONS[name]: -1 for name in (op.RECV_ACT, op.WAIT_RECV_ACT, op.SEND_GRAD, op.WAIT_SEND_GRAD)},
+    **{INSTRUCTIONS[name]: 1 for name in (op.SEND_ACT, op.WAIT_SEND_ACT, op.RECV_GRAD, op.WAIT_RECV_GRAD)},
+}
+
+
 class ProgramSchedule(stock.PipeSchedule):
     """One pipeline rank's program as a DeepSpeed ``PipeSchedule``; every action is a step of one instruction.
 
@@ -85,6 +94,32 @@ class ProgramSchedule(stock.PipeSchedule):
 
     def num_pipe_buffers(self) -> int:
         return self.program.v * self.program.M
+
+
+def orders_of(schedule: Type[stock.PipeSchedule], P: int, M: int) -> Orders:
+    """The compute order of every pipeline rank under a script's own training schedule: what it forwards and backwards when. The
+    rest is added anew.
+
+    Raises:
+        ScheduleError: it has instructions that DeepSpeed's training schedule has not, or works on a buffer that holds nothing.
+    """
+    orders = []
+    for r in range(P):
+        held, order, forwards = {}, [], 0  # buffer -> micro-batch
+        for instruction in chain.from_iterable(schedule(micro_batches=M, stages=P, stage_id=r).steps()):
+            if isinstance(instruction, stock.ForwardPass):
+                held[instruction.buffer_id] = forwards
+                order.append(op.Action(op.F, 0, forwards))
+                forwards += 1
+            elif isinstance(instruction, stock.BackwardPass):
+                if instruction.buffer_id not in held:
+                    raise ScheduleError(f"{schedule.__name__}, rank {r}: {instruction!r}, but no forward has filled this buffer")
+                order.append(op.Action(op.B, 0, held.pop(instruction.buffer_id)))
+            elif type(instruction) not in INSTRUCTIONS.values():
+                raise ScheduleError(f"{schedule.__name__}, rank {r}: ds_fold's engine does not know {instruction!r}; it runs the "
+                                    f"forwards and backwards of a script's schedule, and adds the rest itself")
+        orders.append(order)
+    return orders
 
 
 def _instruction(action: op.Action, M: int) -> stock.PipeInstruction:

@@ -7,10 +7,12 @@ Per (segment, micro-batch) there is one slot; it is made when its first part arr
     SEND_GRAD <-- slot.input_grads <------B------ slot.output_grads <-- WAIT_RECV_GRAD
 """
 
-from typing import Dict, List, Optional, Tuple
+import inspect
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from deepspeed.runtime.pipe.module import PipelineError
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from .. import compat
 from ..config import FoldConfig
@@ -43,7 +45,19 @@ class Interpreter(compat.PipelineEngineBase):
     _grad_in: Optional[Channel]
     _grad_out: Optional[Channel]
     #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction
-    _sharded: Optional[ShardedOptimizer]
+    _sharded: Optional[ShardedOptimizer] = None
+    #: what runs now, or ran last
+    current_instruction: Optional[PipeInstruction] = None
+
+    def instruction_methods(self) -> Dict[type, Callable]:
+        """What does each instruction: the methods below, or a function that a script has put into ``_INSTRUCTION_MAP``, which gets
+        those of ``buffer_id``, ``segment`` and ``micro_batch`` that it has parameters for."""
+        own = Interpreter._INSTRUCTION_MAP
+        return {**own, **{kind: _with_its_parameters(function) for kind, function in self.patched_instructions(own).items()}}
+
+    def run_current(self) -> None:
+        instruction = self.current_instruction
+        Interpreter._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
 
     def _slot(self, segment: int, micro_batch: int) -> Slot:
         slot = self._slots.get((segment, micro_batch))
@@ -120,7 +134,8 @@ class Interpreter(compat.PipelineEngineBase):
         if not torch.is_tensor(loss) or loss.numel() != 1:
             form = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
             raise PipelineError(f"the loss of a training batch must be one number, but loss_fn (or the last layer) returned {form}")
-        return self.scale_loss(loss / self.micro_batches)
+        # as DeepSpeed does, also where a script has set micro_batches, which run, to something else
+        return self.scale_loss(loss / self.gradient_accumulation_steps())
 
     def exec_backward(self, segment, micro_batch, **_):
         slot = self._slot(segment, micro_batch)
@@ -286,3 +301,16 @@ class Interpreter(compat.PipelineEngineBase):
         op.RELEASE: exec_release_params,
     }
     _INSTRUCTION_MAP = {INSTRUCTIONS[name]: method for name, method in ACTION_METHODS.items()}
+
+
+def _with_its_parameters(function: Callable) -> Callable:
+    """``function``, called with those keyword arguments only that it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function
+    names = {p.name for p in parameters}
+
+    def call(self, **kwargs):
+        function(self, **{name: value for name, value in kwargs.items() if name in names})
+
+    return call

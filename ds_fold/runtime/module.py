@@ -9,7 +9,16 @@ from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
 from .. import compat
-from ..config import ConfigError, fold_config, load_config, micro_batch_size_of, micro_batches_of, zero_stage_of
+from ..config import (
+    BLOCK,
+    ConfigError,
+    FoldConfig,
+    fold_config,
+    load_config,
+    micro_batch_size_of,
+    micro_batches_of,
+    zero_stage_of,
+)
 from ..partition import PartitionError, cut_layers
 from ..plan.costs import PlanError
 from ..plan.placement import load_cluster, load_profile, place, simulation_options
@@ -41,20 +50,30 @@ class PipelineModule(compat.PipelineModuleBase):
         ds_config = load_config(config)
         fold = fold_config(ds_config)
         layers = list(layers)
+        block_only = not ds_config.keys() - {BLOCK}  # which says nothing of the batch
+        if block_only and fold.searches:
+            raise ConfigError(f"{BLOCK}.partition and recompute are to be searched for, which needs batch sizes and ZeRO stage "
+                              f"where the module is built, but only the {BLOCK} block is known there; name the whole ds_config")
         if num_stages is not None or topology is not None:
             P = topology.get_dim("pipe") if topology is not None else num_stages
             D = topology.get_dim("data") if topology is not None else None
-            fold.check(P, micro_batches_of(ds_config, D), len(layers), D)
-        # torch.nn.Module is not initialised yet: what placement reads is set past it
+            # the engine, which has the whole config, checks again
+            fold.check(P, None if block_only else micro_batches_of(ds_config, D), len(layers), D)
+        self._take_config(ds_config, fold, len(layers), kwargs.get("activation_checkpoint_interval") or 0)
+        super().__init__(layers, num_stages, topology, *args, **kwargs)
+        self._get_ready()
+
+    def _take_config(self, ds_config: dict, fold: FoldConfig, layers: int, interval: int) -> None:
+        """Set what placement reads, past torch.nn.Module, which is not initialised yet."""
         object.__setattr__(self, "fold", fold)
         object.__setattr__(self, "ds_config", ds_config)
         #: global indices of the layers that are recomputed
-        object.__setattr__(self, "recomputed", fold.recomputed(len(layers)))
-        interval = max((ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0,
-                       kwargs.get("activation_checkpoint_interval") or 0)
+        object.__setattr__(self, "recomputed", fold.recomputed(layers))
+        interval = max((ds_config.get("pipeline") or {}).get("activation_checkpoint_interval") or 0, interval)
         self.check_recompute(interval)
         object.__setattr__(self, "_recomputes_by_interval", interval > 0)
-        super().__init__(layers, num_stages, topology, *args, **kwargs)
+
+    def _get_ready(self) -> None:
         #: called before anything outside of a batch reads or sets parameters; an engine waits here for those that are in flight
         self.before_read = None
         #: called with a layer's global index before each of its forwards
@@ -63,6 +82,24 @@ class PipelineModule(compat.PipelineModuleBase):
         self.rng_key = None
         if not any(p.requires_grad for p in self.parameters()):
             self.placeholder_parameter()
+
+    def take_over(self, ds_config: dict) -> None:
+        """Make a module that DeepSpeed's class has built, with one chunk a rank, one of this class.
+
+        Raises:
+            ConfigError: the ``ds_fold`` block asks for another placement than that which stands.
+        """
+        fold = fold_config(ds_config)
+        if fold.segments > 1 or fold.searches or fold.partition not in (None, self.parts):
+            raise ConfigError(
+                f"the {BLOCK} block of the config given to initialize() says segments={fold.segments} and partition="
+                f"{fold.partition!r}, but the PipelineModule was built before this was known. Name the config before the module "
+                f"is built: --deepspeed_config FILE on the command line, DS_FOLD_CONFIG=FILE in the environment, or "
+                f"ds_fold.install(config=...)")
+        fold.check(self.num_stages, layers=len(self.layer_specs))
+        self._take_config(ds_config, fold, len(self.layer_specs), self.activation_checkpoint_interval)
+        self.index_chunk()
+        self._get_ready()
 
     def placeholder_parameter(self) -> torch.nn.Parameter:
         """One trainable number for a rank that has nothing to train, so that its optimizer exists and it takes part in every
@@ -93,7 +130,7 @@ class PipelineModule(compat.PipelineModuleBase):
         cuts, summary = None, ""
         if self.fold.objective is None:
             try:
-                cuts = cut_layers(method, len(self.layer_specs), chunks, self.count_parameters, self._layers_match)
+                cuts = cut_layers(method, len(self.layer_specs), chunks, self.layer_weights, self._layers_match)
             except PartitionError as error:
                 raise ConfigError(str(error)) from None
         if self.fold.searches:
@@ -105,6 +142,21 @@ class PipelineModule(compat.PipelineModuleBase):
                 names = ", ".join(layer_name(spec) for spec in self.layer_specs[cuts[s]:cuts[s + 1]])
                 print(f"virtual stage {s:2d} = segment {s // self.num_stages} on pipeline rank {s % self.num_stages}: "
                       f"layers [{cuts[s]}, {cuts[s + 1]}) {names}")
+        return cuts
+
+    def take_parts(self, parts) -> List[int]:
+        """Cuts that a subclass's own ``_partition_layers`` has put into ``parts``. Raises ConfigError."""
+        name, chunks = type(self).__name__, self.num_segments * self.num_stages
+        try:
+            if parts is None:
+                raise PartitionError("it has set no self.parts")
+            cuts = cut_layers(list(parts), len(self.layer_specs), chunks, self.layer_weights, self._layers_match)
+        except PartitionError as error:
+            raise ConfigError(f"{name} partitions its layers itself, but {BLOCK}.segments={self.num_segments} needs cuts of "
+                              f"{self.num_segments} x {self.num_stages} pipeline ranks = {chunks} chunks: {error}. Make "
+                              f"num_stages many (it counts virtual stages there), or name the cuts in {BLOCK}.partition") from None
+        if self.fold.searches:  # the recomputed layers
+            cuts, self.recomputed, _ = self._search_placement(cuts)
         return cuts
 
     def _search_placement(self, cuts: Optional[List[int]]):
