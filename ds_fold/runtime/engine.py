@@ -50,6 +50,7 @@ class PipelineEngine(Interpreter):
                                   f"pass the same config to PipelineModule(config=...) and initialize()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size)
+        self._refuse_partitioned_messages()
         self._schedules: Dict[Tuple[bool, int, Optional[type]], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -71,6 +72,13 @@ class PipelineEngine(Interpreter):
                                   self.fold.watchdog_s)
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
+
+    def _refuse_partitioned_messages(self) -> None:
+        asked = [key for key in ("pipe_partitioned", "grad_partitioned") if (self.ds_config.get("pipeline") or {}).get(key)]
+        if asked and self.grid.get_slice_parallel_world_size() > 1:
+            raise ConfigError(f"pipeline.{asked[0]}=true cuts messages between pipeline ranks among the "
+                              f"{self.grid.get_slice_parallel_world_size()} tensor-parallel slices, but under a ds_fold block each "
+                              f"slice sends them whole; set it to false or leave it out: the numbers are the same")
 
     def took_optimizer(self) -> None:
         #: ds_fold's own optimizer, or None where DeepSpeed's wrappers do the reduction

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from models import HIDDEN, Block, build, data, ds_config, train_alone
-from pool import RankPool
+from pool import RankError, RankPool
 from torch import nn
 
 INNER = 24
@@ -98,3 +98,13 @@ def test_slices_train_what_one_process_trains(P, D, fold, zero, clip):
             layer, name = name.split(".", 1)
             name = name.replace("_", ".", 1)
             assert torch.allclose(w, expected[f"{layer}.{name}"][slices(rank)[name]], rtol=1e-5, atol=1e-6), name
+
+
+def test_partitioned_messages_are_refused_by_name():
+    def job():
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        config = ds_config(2, fold={"schedule": "1f1b"}, pipeline={"pipe_partitioned": True})
+        build(False, config, 2, 4, topology=topology)
+
+    with pytest.raises(RankError, match=r"ConfigError: pipeline.pipe_partitioned=true .* among the 2 tensor-parallel slices"):
+        RankPool.of(4).run(job)
