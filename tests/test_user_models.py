@@ -191,9 +191,9 @@ def diffusion_item(generator, length):
     return (mixed, time, text), (noise - latents, torch.ones(2, 1, 1))
 
 
-def diffusion_trainer(config, P):
+def diffusion_trainer(config, P, own_noise=False):
     """A partition by hand, a checkpoint function of its own, an optimizer from a callable, sizes by the step, evaluation with
-    another number of micro-batches."""
+    another number of micro-batches. With ``own_noise`` each pipeline rank draws noise of its own, as its data loader would."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -221,7 +221,8 @@ def diffusion_trainer(config, P):
     config = {key: value for key, value in config.items() if key != "optimizer"}
     engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config,
                                       optimizer=lambda given: torch.optim.AdamW(given, lr=1e-2, eps=1e-4))
-    losses, generator = [], torch.Generator().manual_seed(7)  # the same noise on the first and the last pipeline rank
+    # the first and the last pipeline rank have to draw the same noise, unless labels travel with the inputs
+    losses, generator = [], torch.Generator().manual_seed(7 + engine.stage_id * own_noise)
     for length in (4, 6, 10, 4):
         engine.reset_activation_shape()
         losses.append(float(engine.train_batch(iter([diffusion_item(generator, length) for _ in range(4)]))))
@@ -234,3 +235,10 @@ def diffusion_trainer(config, P):
 
 def test_diffusion_with_adapters_and_shapes_that_change():
     assert_same_losses(diffusion_trainer, OVERLAP, zero=1)
+
+
+def test_noise_that_only_the_first_rank_drew_reaches_the_loss():
+    losses, _ = under(None, diffusion_trainer, zero=1)[0]
+    own_noise = functools.partial(diffusion_trainer, own_noise=True)
+    assert under({**OVERLAP, "label_transport": True}, own_noise, zero=1)[0][0] == losses
+    assert under(OVERLAP, own_noise, zero=1)[0][0] != losses
