@@ -17,9 +17,9 @@ NAMES = {int: "integer", str: "string", bool: "true or false", float: "number", 
 
 HEAD = """# Configuration reference
 
-Generated from the typed model of the `ds_fold` block, `ds_fold/config.py`. The block stands in the ds_config beside DeepSpeed's own
-keys, which keep their meaning. An unknown key, a wrong type or an impossible combination is one message on every rank before the
-model is built.
+Generated from the typed model of the `ds_fold` block, `ds_fold/config.py` and `ds_fold/config_blocks.py`. The block stands in the
+ds_config beside DeepSpeed's own keys, which keep their meaning. An unknown key, a wrong type or an impossible combination is one
+message on every rank before the model is built.
 """
 
 

@@ -2,13 +2,13 @@
 
 import difflib
 import os
-from typing import Any, Dict, FrozenSet, List, Literal, Optional, Union
+from typing import Any, Dict, FrozenSet, List, Optional, Union
 
 import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from .plan.partition import Objective
+from .config_blocks import ObjectivePartition, PlanConfig, ScheduleFile, TraceConfig
 from .runtime.collectives import CHUNK_BYTES
 from .schedule import (
     DEFAULT_RECEIVE_AHEAD,
@@ -25,8 +25,6 @@ from .schedule import (
 )
 
 BLOCK = "ds_fold"
-#: steps of one recording
-MOST_STEPS = 1000
 #: what schedule "hippie" sets where the block does not (HIPPIE, TPDS 2023); and besides, where there is a profile
 HIPPIE = {"head_backward": "immediate", "overlap_grad_reduce": "layer", "overlap_param_gather": True}
 HIPPIE_PROFILED = {"partition": {"method": "memory_efficiency"}, "recompute": "auto"}
@@ -36,73 +34,6 @@ WHOLE_MATRICES = ("lamb", "lars", "muon")
 
 class ConfigError(ValueError):
     """A ds_config that cannot be run; the message names the key, the values and the remedy."""
-
-
-class ScheduleFile(DeepSpeedConfigModel):
-    """A custom schedule."""
-
-    file: str
-    """CSV of compute order: one row per pipeline rank, cells such as F0.3 and B1.0."""
-
-
-class TraceConfig(DeepSpeedConfigModel):
-    """Which steps to record."""
-
-    enabled: bool = False
-    """Whether to record at all."""
-
-    steps: List[int] = [3, 6]
-    """First global step and one past the last, counted from 0. A recording is held in memory until its end."""
-
-    path: str = "traces"
-    """Folder of one file per rank, made where it is missing; each host writes its own ranks' files."""
-
-    @field_validator("steps")
-    @classmethod
-    def _a_range(cls, value):
-        if len(value) != 2 or not 0 <= value[0] < value[1] <= value[0] + MOST_STEPS:
-            raise ValueError(f"{value} must be [first, one past the last] global step, counted from 0 and at most {MOST_STEPS} "
-                             f"steps apart, such as [3, 6]")
-        return value
-
-
-class ObjectivePartition(DeepSpeedConfigModel):
-    """Cuts that are searched for."""
-
-    method: Objective
-    """What is best: most samples/s per byte of the fullest rank (HIPPIE's ME), the shortest step, or the smallest peak memory."""
-
-    profile: Optional[str] = None
-    """Profile file, see docs/hippie.md. Default: ``ds_fold.profile``."""
-
-    cluster: Optional[str] = None
-    """Cluster file. Default: ``ds_fold.cluster``; without either, communication is free and memory has no limit."""
-
-
-class PlanConfig(DeepSpeedConfigModel):
-    """What ``python -m ds_fold plan`` wrote: the layout that the block was planned for, and what it predicts there. A launch with
-    another layout is refused; the predictions are for people."""
-
-    objective: Objective
-    """What was best."""
-
-    P: int = Field(ge=1, strict=True)
-    """Pipeline ranks: the training script's num_stages."""
-
-    D: int = Field(ge=1, strict=True)
-    """Replicas. The launch has P*D ranks."""
-
-    step_s: float = Field(gt=0)
-    """Seconds of a step."""
-
-    throughput: float = Field(gt=0)
-    """Samples per second."""
-
-    peak_gib: float = Field(ge=0)
-    """Memory of the fullest rank, in 2**30 bytes."""
-
-    memory_efficiency: Optional[float] = Field(None, gt=0)
-    """Samples per second and GiB of the fullest rank."""
 
 
 class FoldConfig(DeepSpeedConfigModel):
@@ -177,7 +108,7 @@ class FoldConfig(DeepSpeedConfigModel):
     of the batch. Gains where clipping is rare: see docs/benchmarks.md. Needs overlap_grad_reduce and more than one segment to
     change anything."""
 
-    early_segments: Optional[Union[Literal["all"], List[int]]] = None
+    early_segments: Optional[Union[str, List[int]]] = None
     """Which segments a "post_validated" optimizer_step steps early: "all" but segment 0, which is reduced last, or a list of them.
     Each early gather stands between reductions on the wire and delays those behind it, so that few segments gain most. Default:
     the second to be reduced, segments-2 (with two segments: 1)."""
@@ -278,10 +209,12 @@ class FoldConfig(DeepSpeedConfigModel):
     @classmethod
     def _known_early_segments(cls, value, info):
         step, segments = info.data.get("optimizer_step"), info.data.get("segments", 1)
+        if isinstance(value, str):
+            _one_of(value, ("all", ))
         if value is not None and step != "post_validated":
             raise ValueError(f"{value!r} says what is stepped before all gradients are known, but optimizer_step={step!r} steps "
                              f"nothing before; set optimizer_step: \"post_validated\", or leave early_segments out")
-        wrong = [] if value is None or value == "all" else [k for k in value if not 1 <= k < segments]
+        wrong = [k for k in value if not 1 <= k < segments] if isinstance(value, list) else []
         if wrong:
             raise ValueError(f"{wrong} are not in 1..{segments - 1}: segments={segments}, of which segment 0 is reduced last and "
                              f"cannot be early")

@@ -50,7 +50,7 @@ EARLY = {"schedule": "aiao", "segments": 4, "overlap_grad_reduce": "segment", "o
     ({"optimizer_step": "post_validated"}, r"ds_fold\.optimizer_step: .*overlap_grad_reduce='off' reduces all.*\"segment\", or"),
     ({"early_segments": "all"}, r"ds_fold\.early_segments: 'all' says .*optimizer_step='validated' steps nothing before; set"),
     ({**EARLY, "early_segments": [2, 0, 4]}, r"ds_fold\.early_segments: \[0, 4\] are not in 1\.\.3: segments=4, of which"),
-    ({**EARLY, "early_segments": "some"}, r"ds_fold\.early_segments"),
+    ({**EARLY, "early_segments": "some"}, r"ds_fold\.early_segments: 'some' is not one of 'all'"),
     ({"align_grad_reduce": True}, r"ds_fold\.align_grad_reduce: .*overlap_grad_reduce='off' reduces all at the end; set"),
     ({"align_grad_reduce": True, "overlap_grad_reduce": "layer"}, r"ds_fold\.align_grad_reduce: .*'layer' launches within"),
     ({"partition": [0, "x"]}, r"ds_fold\.partition\.1: .*got 'x'"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fold import config
+from ds_fold import config_blocks
 from ds_fold.config import FoldConfig
 
 ROOT = Path(__file__).parent.parent
@@ -25,9 +25,9 @@ def reference():
 
 def test_the_reference_has_every_key_with_its_description(reference):
     page = reference.markdown()
-    models = [value for value in vars(config).values() if getattr(value, "__module__", None) == config.__name__
-              and hasattr(value, "model_fields")]
-    assert FoldConfig in models and len(models) >= 4
+    models = [FoldConfig, *(value for value in vars(config_blocks).values()
+                            if getattr(value, "__module__", None) == config_blocks.__name__ and hasattr(value, "model_fields"))]
+    assert len(models) >= 5
     for model in models:
         described = reference.descriptions(model)
         assert set(described) == set(model.model_fields)
