@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import deepspeed
 import torch
@@ -72,15 +73,21 @@ def calibrated(setting: Setting, share: float) -> Setting:
     return setting
 
 
-def main() -> None:
-    # the launcher puts --local_rank first
-    plan = json.loads(Path(sys.argv[-2]).read_text())
+def start() -> TextIO:
+    """Let this rank meet the others. Returns where rank 0 writes its progress; what engines say of themselves is not shown."""
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an op for inference whose build takes a minute
     deepspeed.init_distributed("gloo", verbose=False)
     progress = sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w")
-    sys.stdout = open(os.devnull, "w")  # what engines say of themselves
+    sys.stdout = open(os.devnull, "w")
+    return progress
+
+
+def main() -> None:
+    # the launcher puts --local_rank first
+    plan = json.loads(Path(sys.argv[-2]).read_text())
+    progress = start()
     setting = Setting(**plan["setting"])
     if plan["share"]:
         setting = calibrated(setting, plan["share"])

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 from lab import Lab, LabError, timed
+from simulator_error import LATENCY_S, PAYLOAD
 
 M, PIPELINE, BLOCK_S, BLOCK_BYTES, BOUNDARY = 8, 4, 0.005, 1_100_000, 32768
 #: of DeepSpeed's own engine memory is not measured: it holds what the same schedule and partition hold in ds_fold
@@ -64,7 +65,7 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
-    from compare_ranks import seconds
+    from compare_ranks import seconds, start
     from contenders import EngineContender
     from emulated import EmulatedLayer, Live
     from setting import Setting
@@ -110,12 +111,7 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
             return {"cuts": list(module.parts), "recomputed": sorted(module.recomputed), "predicted_s": result.step_s,
                     "predicted_bytes": result.peak_bytes}
 
-    torch.set_num_threads(1)
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an op for inference whose build takes a minute
-    deepspeed.init_distributed("gloo", verbose=False)
-    progress = sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w")
-    sys.stdout = open(os.devnull, "w")  # what engines say of themselves
+    progress = start()
     if dist.get_rank() == 0:
         plain = Unequal.__new__(Unequal)
         plain.live, plain.replica = Live(), 0
@@ -150,7 +146,7 @@ def measure(model: str, D: int, contenders: Sequence[str], rate_mbit: float, rep
         folder = Path(path)
         (folder / "cluster.json").write_text(json.dumps({
             "hosts": PIPELINE * D, "ranks_per_host": 1, "collective": "pairwise",
-            "inter_host": {"gbit_per_s": 0.956 * rate_mbit / 1000, "latency_s": 3e-4}}))
+            "inter_host": {"gbit_per_s": PAYLOAD * rate_mbit / 1000, "latency_s": LATENCY_S}}))
         plan = {"model": model, "D": D, "contenders": list(contenders), "repeats": repeats}
         run = lab.run([sys.executable, os.path.abspath(__file__), "--ranks", json.dumps(plan), path], timeout=600, echo=True,
                       env={"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"})

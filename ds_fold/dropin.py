@@ -46,10 +46,8 @@ def install(config: Union[None, str, Dict[str, Any]] = None) -> None:
 
     Raises:
         ConfigError: ``config`` cannot be read.
-        RuntimeError: this release of DeepSpeed is not supported.
     """
     global _installed
-    compat.check_deepspeed_version()
     uninstall()
     constructors = [(cls, cls.__init__) for cls in (StockModule, StockEngine)]
     _installed = _Installed(None if config is None else load_config(config), constructors)

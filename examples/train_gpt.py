@@ -108,8 +108,9 @@ def seed_cpu(seed):
     torch.default_generator.manual_seed(seed)
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def common_parser(description):
+    """What the examples have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--stages", type=int, default=4, help="pipeline ranks; the other ranks are data-parallel")
     parser.add_argument("--layers", type=int, default=12, help="transformer blocks")
@@ -118,15 +119,26 @@ def parse_args():
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--text", help="file to train on; default: the sources of Python's standard library")
+    parser.add_argument("--seed", type=int, default=0)
+    return deepspeed.add_config_arguments(parser)
+
+
+def parsed(parser):
+    """The arguments, with a config."""
+    args = parser.parse_args()
+    if args.deepspeed_config is None:
+        parser.error("--deepspeed_config is required, for example configs/aiao.json")
+    return args
+
+
+def parse_args():
+    parser = common_parser(__doc__)
     parser.add_argument("--evaluate-every", type=int, default=50)
     parser.add_argument("--save", metavar="DIR", help="save checkpoints here")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --save")
     parser.add_argument("--report", metavar="FILE", help="write losses and tokens/s as JSON")
-    parser.add_argument("--seed", type=int, default=0)
-    args = deepspeed.add_config_arguments(parser).parse_args()
-    if args.deepspeed_config is None:
-        parser.error("--deepspeed_config is required, for example configs/aiao.json")
+    args = parsed(parser)
     if args.resume and not args.save:
         parser.error("--resume needs --save DIR to know where from")
     return args

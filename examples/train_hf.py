@@ -6,7 +6,6 @@ Needs ``pip install 'ds_fold[transformers]'``. Data are those of train_gpt.py: n
 model of your own, ``from_transformers(model)`` takes its weights along.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from tqdm import tqdm
-from train_gpt import VOCABULARY, load_text, micro_batches, seed_cpu
+from train_gpt import VOCABULARY, common_parser, load_text, micro_batches, parsed, seed_cpu
 from transformers import GPT2Config, LlamaConfig
 
 import ds_fold
@@ -32,23 +31,11 @@ def model_config(args):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    parser = common_parser(__doc__)
     parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--tied", action="store_true", help="llama: the head is the embedding, as it always is for gpt2")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks; the other ranks are data-parallel")
-    parser.add_argument("--layers", type=int, default=12, help="transformer blocks")
-    parser.add_argument("--hidden", type=int, default=96)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--text", help="file to train on; default: the sources of Python's standard library")
     parser.add_argument("--report", metavar="FILE", help="write losses as JSON")
-    parser.add_argument("--seed", type=int, default=0)
-    args = deepspeed.add_config_arguments(parser).parse_args()
-    if args.deepspeed_config is None:
-        parser.error("--deepspeed_config is required, for example configs/aiao.json")
-    return args
+    return parsed(parser)
 
 
 def main():

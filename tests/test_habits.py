@@ -424,14 +424,17 @@ def test_grid_stages_layers_and_messages_of_the_scripts_own():
 class Adapted(nn.Module):
     """A frozen base with a low-rank adapter, as LoRA makes it."""
 
-    def __init__(self):
+    def __init__(self, hidden=HIDDEN, rank=2):
         super().__init__()
-        self.base = nn.Linear(HIDDEN, HIDDEN)
+        self.base = nn.Linear(hidden, hidden)
         self.base.requires_grad_(False)
-        self.down, self.up = nn.Linear(HIDDEN, 2, bias=False), nn.Linear(2, HIDDEN, bias=False)
+        self.down, self.up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, hidden, bias=False)
+
+    def change(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
 
     def forward(self, x):
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        return x + self.change(x)
 
 
 def adapts(config, P, folder, adapted):

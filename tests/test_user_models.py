@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import largest_difference, seed_cpu, whole_model
 from test_dropin import AIAO, OVERLAP
-from test_habits import under
+from test_habits import Adapted, under
 from torch import nn
 from torch.nn import functional as F
 
@@ -167,19 +167,15 @@ class TextStates(nn.Module):
         return noisy, time, self.project(text)
 
 
-class Denoiser(nn.Module):
-    """A frozen base with a low-rank adapter."""
+class Denoiser(Adapted):
 
     def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(HIDDEN, HIDDEN)
-        self.base.requires_grad_(False)
-        self.down, self.up = nn.Linear(HIDDEN, 3, bias=False), nn.Linear(3, HIDDEN, bias=False)
+        super().__init__(HIDDEN, 3)
 
     def forward(self, inputs):
         noisy, time, text = inputs
         mixed = noisy + text.mean(1, keepdim=True) + time.view(-1, 1, 1)
-        return noisy + torch.tanh(self.base(mixed) + self.up(self.down(mixed))), time, text
+        return noisy + self.change(mixed), time, text
 
 
 def diffusion_item(generator, length):

@@ -310,8 +310,8 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
             reduced = [(lead_s, part.twice() if whole else part) for lead_s, part in zip(before_s, parts) if part.bytes]
             me.reductions.append(reduced[::-1])  # the last layer's backward is first
             if not ahead:
-                layers = [LayerCosts(0.0, 0.0, costs.shardable_bytes(s) if program.shard_params else costs.trainable_bytes[s])]
-                parts = [exchange_of(layer.trainable_bytes) for layer in layers]
+                gathered = costs.shardable_bytes(s) if program.shard_params else costs.trainable_bytes[s]
+                layers, parts = at_once, [exchange_of(gathered)]
             before_s = accumulate((layer.forward_s for layer in layers), initial=0.0)
             me.gather_parts.append([(lead_s, part) for lead_s, part in zip(before_s, parts) if part.bytes and zero_stage])
         before = me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op if by_layer else B

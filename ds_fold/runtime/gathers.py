@@ -27,6 +27,8 @@ class ParameterGathers:
     #: gloo group of the replicas, where parameters are sharded
     _readers: Optional[dist.ProcessGroup] = None
     _destroyed = False
+    #: whether any bucket may be released
+    _releases: bool
     #: most bytes of whole parameters that were held at once after a gather_params(), since it was last set
     peak_full_parameter_bytes = 0
 
@@ -83,17 +85,20 @@ class ParameterGathers:
 
     def shard(self) -> None:
         """Release all parameters that may be."""
-        for k in range(len(self._end_with) if self.releasing else 0):  # else their gathers go on
+        for k in range(len(self._end_with) if self._releases else 0):  # else their gathers go on
             self.release_params(k)
 
     def keep_from_release(self, outputs):
         """``outputs``, a tensor or a tuple of tensors, with a copy in place of a parameter or a view of one: it is used later, when
         the parameter may be released."""
-        if not self.releasing:
+        if not self._releases:
             return outputs
-        if isinstance(outputs, tuple):
-            return tuple(self.keep_from_release(t) for t in outputs)
-        return outputs.clone() if outputs.untyped_storage()._cdata in self.releasing else outputs
+        releasing = self.releasing
+
+        def kept(t):
+            return t.clone() if t.untyped_storage()._cdata in releasing else t
+
+        return tuple(map(kept, outputs)) if isinstance(outputs, tuple) else kept(outputs)
 
     @property
     def full_parameter_bytes(self) -> int:

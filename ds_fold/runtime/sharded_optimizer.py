@@ -128,6 +128,7 @@ class ShardedOptimizer(ParameterGathers, ZeroOptimizerBase):
             ]
             group["params"] = [bucket.master for bucket in made]
             self.buckets += made
+        self._releases = any(bucket.releases for bucket in self.buckets)
         v = len(segments)
         self._begin_with = [[b for b in self.buckets if b.key.first == k] for k in range(v)]
         # in order of first use
@@ -243,7 +244,7 @@ class ShardedOptimizer(ParameterGathers, ZeroOptimizerBase):
             sent = bucket.flat.numel() // self.replicas.size * (self.replicas.size - 1)
             # an all-reduce moves a reduce-scatter and a gather
             reduced += sent * self._wire_dtype(bucket).itemsize * (1 if bucket.sharded else 2)
-            gathered += sent * bucket.flat.element_size() * (bucket.releases if self.releasing else bucket.sharded)
+            gathered += sent * bucket.flat.element_size() * (bucket.releases if self._releases else bucket.sharded)
         return reduced, gathered
 
     def _advance(self, k: int, call: str, expected: _Phase, next_phase: _Phase) -> None:

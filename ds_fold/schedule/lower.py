@@ -223,8 +223,8 @@ def _lower_rank(orders: Orders, r: int, P: int, v: int, M: int, ahead: int, forw
         emit(Action(STEP))
         if not sharded:
             program += [Action(GATHER, k) for k in range(v) if k not in gathered]
-        if not sharded and not overlap.gather:
-            program += [Action(WAIT_GATHER, k) for k in range(v)]
+            if not overlap.gather:
+                program += [Action(WAIT_GATHER, k) for k in range(v)]
     return program
 
 
