@@ -60,16 +60,16 @@ OPTIONS = {
     "by layer": {**OVERLAP, "overlap_grad_reduce": "layer"},
     "post-validated": {**OVERLAP, "optimizer_step": "post_validated", **LOOSE_CLIP},
     "by layer, post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated", **LOOSE_CLIP},
-    "by layer, all post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated",
-                                     "early_segments": "all", **LOOSE_CLIP},
     "gradients in bf16": {**OVERLAP, "config": {"communication_data_type": "bf16"}},
+    "by layer, post-validated, gradients in bf16": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated",
+                                                    "config": {"communication_data_type": "bf16", **LOOSE_CLIP["config"]}},
 }
 #: what each option of the overlap adds
-HIDE = {f"ds_fold aiao v={v}, {words}": ("ds_fold", {"schedule": "aiao", "segments": v, **options})
-        for v in (4, 8) for words, options in OPTIONS.items()}
+HIDE = {f"ds_fold {schedule} v={v}, {words}": ("ds_fold", {"schedule": schedule, "segments": v, **options})
+        for schedule in ("interleaved_1f1b", "aiao") for v in (4, 8) for words, options in OPTIONS.items()
+        if schedule == "aiao" or words in ("overlapped", "by layer, post-validated")}
 V8 = {
     "torch Interleaved1F1B v=8": ("torch", {"schedule": "interleaved_1f1b", "segments": 8, "ddp": False}),
-    "ds_fold interleaved_1f1b v=8, overlapped": ("ds_fold", {"schedule": "interleaved_1f1b", "segments": 8, **OVERLAP}),
     "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
 }
 ALL = {**OTHERS, **OURS, **V8, **HIDE, "ds_fold aiao v=1, overlapped": ("ds_fold", {"schedule": "aiao", **OVERLAP})}
@@ -88,8 +88,9 @@ CASES = {
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
               [_named(REFERENCE, "DeepSpeed DualPipeV", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
     "hide": ({**DEFAULT, "layers": 32},
-             [_named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", *(n for n in HIDE if "v=4" in n))]),
-    "v8": ({**DEFAULT, "layers": 64}, [_named(REFERENCE, *V8, *(n for n in HIDE if "v=8" in n and "layer" in n))]),
+             [_named(REFERENCE, *(n for n in HIDE if "v=4" in n))]),
+    "v8": ({**DEFAULT, "layers": 64}, [_named(REFERENCE, *V8, "ds_fold interleaved_1f1b v=8, overlapped",
+                                               *(n for n in HIDE if "aiao v=8, by layer" in n))]),
 }
 FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)

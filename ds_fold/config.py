@@ -108,10 +108,10 @@ class FoldConfig(DeepSpeedConfigModel):
     of the batch. Gains where clipping is rare: see docs/benchmarks.md. Needs overlap_grad_reduce and more than one segment to
     change anything."""
 
-    early_segments: Optional[Union[str, List[int]]] = None
-    """Which segments a "post_validated" optimizer_step steps early: "all" but segment 0, which is reduced last, or a list of them.
-    Each early gather stands between reductions on the wire and delays those behind it, so that few segments gain most. Default:
-    the second to be reduced, segments-2 (with two segments: 1)."""
+    early_segments: Optional[List[int]] = None
+    """Which segments a "post_validated" optimizer_step steps early. Default: all but segment 0, which is reduced last. On gloo
+    their gathers move only while no reduction does. A backend that moves transfers in the order of their launches, as NCCL, lets
+    each delay the reductions behind it, so that few gain most there: by simulation segments-2 alone."""
 
     shuffle: bool = False
     """``training_data=`` only: each epoch has a permutation of its own, the same under every fold; ``engine.set_epoch(n)``
@@ -209,12 +209,10 @@ class FoldConfig(DeepSpeedConfigModel):
     @classmethod
     def _known_early_segments(cls, value, info):
         step, segments = info.data.get("optimizer_step"), info.data.get("segments", 1)
-        if isinstance(value, str):
-            _one_of(value, ("all", ))
         if value is not None and step != "post_validated":
             raise ValueError(f"{value!r} says what is stepped before all gradients are known, but optimizer_step={step!r} steps "
                              f"nothing before; set optimizer_step: \"post_validated\", or leave early_segments out")
-        wrong = [k for k in value if not 1 <= k < segments] if isinstance(value, list) else []
+        wrong = [k for k in value or () if not 1 <= k < segments]
         if wrong:
             raise ValueError(f"{wrong} are not in 1..{segments - 1}: segments={segments}, of which segment 0 is reduced last and "
                              f"cannot be early")
@@ -276,9 +274,7 @@ class FoldConfig(DeepSpeedConfigModel):
     def _early(self) -> FrozenSet[int]:
         if self.optimizer_step != "post_validated" or self.segments == 1:
             return frozenset()
-        if self.early_segments is None:
-            return frozenset((max(1, self.segments - 2), ))
-        return frozenset(range(1, self.segments) if self.early_segments == "all" else self.early_segments)
+        return frozenset(range(1, self.segments) if self.early_segments is None else self.early_segments)
 
     def overlap(self, zero_stage: int) -> Overlap:
         """Where reductions and gathers stand; ZeRO-2 holds the full gradients of two segments at most. Raises ConfigError."""

@@ -1,13 +1,32 @@
 """The sharded optimizer on a list of layers, and its oracle: one process of plain torch."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from models import ADAM, TORCH_DTYPE, Block, data, seed_cpu
 from torch import nn
 
+from ds_fold.runtime import collectives
 from ds_fold.runtime.sharded_optimizer import ShardedOptimizer
 
 LAYERS = 4
+
+
+@contextmanager
+def bytes_sent_to_replicas():
+    """The bytes of each message that reductions and gathers post within it."""
+    sent, post = [], collectives._Exchange._post
+
+    def noting(exchange):
+        sent.extend(round.sent.nbytes for round in exchange._rounds)
+        return post(exchange)
+
+    with mock.patch.object(collectives._Exchange, "_post", noting):
+        yield sent
+
+
 FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
 SCALER = {"init_scale": 2.0**18, "scale_window": 2, "min_scale": 1, "delayed_shift": 1, "consecutive_hysteresis": False}
 

@@ -37,7 +37,7 @@ GRID = {
     "receive_ahead": [1, 4],
     "label_transport": [False, True],
     "trace": [False, True],
-    "optimizer_step": ["validated", "post_validated", "post_validated_all"],
+    "optimizer_step": ["validated", "post_validated", "post_validated_one"],
     "align": [False, True],
     "debug": [False, True],
     "shard_params": [False, True],
@@ -82,11 +82,11 @@ def _id(case) -> str:
 def fold_block(case, folder):
     schedule, block = case["schedule"], {"segments": case["segments"], "head_backward": case["head_backward"],
                                          "receive_ahead": case["receive_ahead"], "label_transport": case["label_transport"],
-                                         "optimizer_step": case["optimizer_step"].replace("_all", ""), "debug": case["debug"],
+                                         "optimizer_step": case["optimizer_step"].replace("_one", ""), "debug": case["debug"],
                                          "shard_params": case["shard_params"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
-    if case["optimizer_step"] == "post_validated_all":
-        block["early_segments"] = "all"
+    if case["optimizer_step"] == "post_validated_one":
+        block["early_segments"] = [max(1, case["segments"] - 2)]
     block["align_grad_reduce"] = case["align"]
     block["overlap_param_gather"] = "gather" in case["overlap"]
     block["trace"] = {"enabled": case["trace"], "steps": [1, 3], "path": folder}

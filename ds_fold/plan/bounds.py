@@ -195,17 +195,20 @@ class Bounds:
         rank_step_s = [step_s[r::P].sum(axis=0) for r in range(P)]
         agreement_s = cluster.agreement_s(P * self.D)
         # gathers of the step before: they were launched when their rank had stepped, and the slowest of all began this step
-        bulk, gathered = np.zeros((P, count)), {}
+        gathered: Dict[Tuple[int, int], np.ndarray] = {}
+        # (rank, segment) -> when its latest gather has left the wire, and by rank the latest reduction and gather; what is left out
+        # of a wire's load leaves a bound a bound
+        moved: Dict[Tuple[int, int], np.ndarray] = {}
+        reductions, gathers = np.zeros((P, count)), np.zeros((P, count))
         if self.zero_stage:
             late_s = [rank_step_s[r] - sum(step_s[a.segment * P + r] for a in actions if a.op == op.STEP_SEGMENT)
                       for r, actions in enumerate(self.program.ranks)]
             slowest_s = np.max(late_s, axis=0)
             for r, actions in enumerate(self.program.ranks):
-                bulk[r] = late_s[r] - slowest_s - agreement_s
+                end = late_s[r] - slowest_s - agreement_s
                 for k in self._left_gathering(actions):
-                    bulk[r] += wire[k * P + r]
-                    gathered[r, k] = bulk[r] + delay[k * P + r]
-            np.maximum(bulk, 0.0, out=bulk)
+                    end = end + wire[k * P + r]
+                    gathered[r, k] = end + delay[k * P + r]
         free: Dict[Tuple[int, str], Any] = {}
         arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {
             (r, kind): [] for r in range(P) for kind in (op.SEND_ACT, op.SEND_GRAD)}
@@ -238,11 +241,11 @@ class Bounds:
             elif kind == op.REDUCE:
                 if self.by_layer and k == 0:
                     end = backward_end[r] + self._last_layer(chunks, cuts, backward, r) * self.times
-                    reduced[r, k] = np.maximum(end, bulk[r] + self.times * wire[s])
-                    bulk[r] = reduced[r, k]
-                else:
-                    bulk[r] = np.maximum(bulk[r], now) + self.times * wire[s]
-                    reduced[r, k] = bulk[r] + self.times * delay[s]
+                    reductions[r] = reduced[r, k] = np.maximum(end, reductions[r] + self.times * wire[s])
+                else:  # behind the gathers that this batch waits for
+                    ahead = np.maximum(reductions[r], gathers[r]) if self.program.shard_params else reductions[r]
+                    reductions[r] = np.maximum(ahead, now) + self.times * wire[s]
+                    reduced[r, k] = reductions[r] + self.times * delay[s]
             elif kind == op.WAIT_REDUCE:
                 np.maximum(now, reduced[r, k], out=now)
             elif kind == op.REDUCE_TIED:
@@ -259,8 +262,12 @@ class Bounds:
                 now += step_s[s]
                 stepped[r] = stepped[r] + step_s[s]
             elif kind == op.GATHER and self.zero_stage:
-                bulk[r] = np.maximum(bulk[r], now) + gather_wire[s]
-                gathered[r, k] = bulk[r] + gather_delay[s]
+                if self.program.shard_params:
+                    end = gathers[r] = np.maximum(gathers[r], now) + gather_wire[s]
+                else:  # behind reductions and the gathers of what is used before
+                    ahead = [moved[r, j] for j in range(k) if (r, j) in moved]
+                    end = moved[r, k] = np.maximum.reduce([now, reductions[r], *ahead]) + gather_wire[s]
+                gathered[r, k] = end + gather_delay[s]
             elif kind == op.WAIT_GATHER and (r, k) in gathered:
                 end = gathered[r, k]
                 if self.by_layer and k == 0 and agreed is None and not self.program.shard_params:

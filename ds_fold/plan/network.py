@@ -12,7 +12,7 @@ with the number of ranks.
 """
 
 import heapq
-from typing import List, Tuple
+from typing import Dict, List, Tuple
 
 
 class Port:
@@ -55,6 +55,23 @@ class Channel:
         self.ends: List[float] = []
 
 
+class Bulk(Channel):
+    """The collectives of one group of replicas: numbered in the order of their launches, and over in that of their urgency."""
+    __slots__ = ("urgencies", "waiting", "current")
+
+    def __init__(self, out: Port, into: Port):
+        super().__init__(out, into, is_bulk=True)
+
+    def forget(self) -> None:
+        super().forget()
+        #: number -> when it was over
+        self.ends: Dict[int, float] = {}
+        self.urgencies: List[int] = []
+        #: (urgency, number, bytes left) of those that are launched and do not move
+        self.waiting: List[Tuple[int, int, float]] = []
+        self.current = -1
+
+
 class Network:
     """The transfers of all channels in order of time. With ``priority``, bulk gets what messages leave."""
 
@@ -78,11 +95,17 @@ class Network:
         if j < len(channel.sent):
             self._pair(channel, max(time, channel.sent[j]))
 
-    def launch(self, channel: Channel, time: float, size: Tuple[float, float]) -> int:
-        """A collective of symmetric replicas: all are ready at once. Returns the transfer's number."""
+    def launch(self, channel: "Bulk", time: float, size: Tuple[float, float], urgency: int = 0) -> int:
+        """A collective of symmetric replicas: all are ready at once. Of those launched the one of lowest ``urgency`` moves,
+        and among equals the first. Returns the transfer's number."""
+        j = len(channel.ready)
         channel.sizes.append(size)
-        self._pair(channel, time)
-        return len(channel.ready) - 1
+        channel.ready.append(time)
+        channel.begun.append(None)
+        channel.urgencies.append(urgency)
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, channel, -1 - j))
+        return j
 
     def next(self) -> List:
         """Go to the next event; returns who may go on. Raises IndexError where nothing is left."""
@@ -90,6 +113,11 @@ class Network:
             now, _, channel, version = heapq.heappop(self._events)
             if version == channel.version:
                 break
+            if version < 0:
+                self._arrive(channel, -1 - version, now)
+                return []
+        if channel.is_bulk:
+            return self._finish_bulk(channel, now)
         if channel.flowing:
             return self._finish(channel, now)
         self._begin(channel, now)
@@ -135,6 +163,42 @@ class Network:
             if following:
                 self._schedule(channel, channel.ready[j + 1])
         waiting, channel.parked = channel.parked, []
+        return waiting
+
+    def _arrive(self, bulk: "Bulk", j: int, now: float) -> None:
+        """A launched transfer joins those that wait, or takes the place of a less urgent one."""
+        heapq.heappush(bulk.waiting, (bulk.urgencies[j], j, bulk.sizes[j][0]))
+        if not bulk.flowing:
+            self._take_up(bulk, now)
+            bulk.flowing = True
+            for place in bulk.places:
+                place.append(bulk)
+            bulk.rate = 0.0
+            self._share(bulk.out, bulk.into, now)
+        elif bulk.waiting[0] < (bulk.urgencies[bulk.current], bulk.current):
+            left = max(0.0, bulk.remaining - bulk.rate * (now - bulk.since))
+            heapq.heappush(bulk.waiting, (bulk.urgencies[bulk.current], bulk.current, left))
+            self._take_up(bulk, now)
+
+    def _take_up(self, bulk: "Bulk", now: float) -> None:
+        """Go on with the most urgent transfer that waits."""
+        _, bulk.current, bulk.remaining = heapq.heappop(bulk.waiting)
+        bulk.since = now
+        if bulk.begun[bulk.current] is None:
+            bulk.begun[bulk.current] = now
+        if bulk.rate > 0:
+            self._schedule(bulk, now + bulk.remaining / bulk.rate)
+
+    def _finish_bulk(self, bulk: "Bulk", now: float) -> List:
+        bulk.ends[bulk.current] = now + bulk.sizes[bulk.current][1]
+        if bulk.waiting:
+            self._take_up(bulk, now)
+        else:
+            bulk.flowing, bulk.rate = False, 0.0
+            for place in bulk.places:
+                place.remove(bulk)
+            self._share(bulk.out, bulk.into, now)
+        waiting, bulk.parked = bulk.parked, []
         return waiting
 
     def _share(self, out: Port, into: Port, now: float) -> None:

@@ -34,7 +34,7 @@ from ..schedule.actions import (
 )
 from .costs import Cluster, Costs, Exchange, LayerCosts, PlanError
 from .memory import States
-from .network import Channel, Network, Port
+from .network import Bulk, Channel, Network, Port
 from .result import Record, Result, Transfer
 
 #: steps after which a steady state must be found, and how alike two steps must be, relative to their time
@@ -44,7 +44,7 @@ MOST_STEPS, TOLERANCE = 20, 1e-9
 class _Rank:
     """A pipeline rank: its program, its clock and its ends of the channels."""
 
-    def __init__(self, r: int, program: Program, costs: Costs, bulk: Channel):
+    def __init__(self, r: int, program: Program, costs: Costs, bulk: Bulk):
         self.r, self.actions = r, program.ranks[r]
         chunks = slice(r, None, program.P)
         self.forward_s = [t + costs.overhead_s for t in costs.forward_s[chunks]]
@@ -62,6 +62,7 @@ class _Rank:
         self.tie_out = self.tie_in = None
         self.tie_size = (0.0, 0.0)
         self.bulk = bulk
+        self.waits_within = program.shard_params  # a batch waits for the gathers that it launches
         #: segment -> (when it is used in a forward, number in the bulk channel) of the parts of its latest gather, of this step or
         #: of the one before, that have not been waited for
         self.gathers: Dict[int, List[Tuple[float, int]]] = {}
@@ -136,7 +137,7 @@ def _forward(sim: _Simulation, me: _Rank, k: int) -> bool:
     if k in me.gathers:  # by layer, the others than the first's
         late_s = 0.0
         for lead_s, number in me.gathers[k]:
-            if number >= len(me.bulk.ends):
+            if number not in me.bulk.ends:
                 me.bulk.parked.append(me)
                 return False
             late_s = max(late_s, me.bulk.ends[number] - me.clock - lead_s)
@@ -173,6 +174,15 @@ def _wait(me: _Rank, channel: Channel, j: int) -> bool:
     return True
 
 
+def _wait_bulk(me: _Rank, j: int) -> bool:
+    end = me.bulk.ends.get(j)
+    if end is None:
+        me.bulk.parked.append(me)
+        return False
+    me.clock = max(me.clock, end)
+    return True
+
+
 def _wait_next(me: _Rank, channel: Channel, op: str, overhead_s: float = 0.0) -> bool:
     if not _wait(me, channel, me.waited[op]):
         return False
@@ -189,7 +199,7 @@ def _reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
 
 
 def _wait_reduce(sim: _Simulation, me: _Rank, k: int) -> bool:
-    return k not in me.reducing or _wait(me, me.bulk, me.reducing[k])
+    return k not in me.reducing or _wait_bulk(me, me.reducing[k])
 
 
 def _reduce_tied(sim: _Simulation, me: _Rank, k: int) -> bool:
@@ -218,13 +228,14 @@ def _step_segment(sim: _Simulation, me: _Rank, k: int) -> bool:
 
 def _gather(sim: _Simulation, me: _Rank, k: int) -> bool:
     if me.gather_parts[k]:
-        me.gathers[k] = [(lead_s, sim.network.launch(me.bulk, me.clock, size)) for lead_s, size in me.gather_parts[k]]
+        urgency = -1 if me.waits_within else 1 + k
+        me.gathers[k] = [(lead_s, sim.network.launch(me.bulk, me.clock, size, urgency)) for lead_s, size in me.gather_parts[k]]
     return True
 
 
 def _wait_gather(sim: _Simulation, me: _Rank, k: int) -> bool:
     while me.gathers.get(k) and me.gathers[k][0][0] == 0.0:
-        if not _wait(me, me.bulk, me.gathers[k][0][1]):
+        if not _wait_bulk(me, me.gathers[k][0][1]):
             return False
         me.gathers[k].pop(0)
     return True
@@ -341,9 +352,9 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
 def _in_flight(bulk: Channel, now: float) -> List[float]:
     """What is left at the end of a step, when all messages and reductions have been waited for: when each gather was launched, and
     when the first will end."""
-    left = [launch - now for launch in bulk.ready[len(bulk.ends):]]
+    left = [launch - now for j, launch in enumerate(bulk.ready) if j not in bulk.ends]
     if bulk.flowing:
-        left.append(bulk.since + bulk.remaining / bulk.rate - now)
+        left += [bulk.since + bulk.remaining / bulk.rate - now, *(remaining / bulk.out.rate for _, _, remaining in bulk.waiting)]
     return left
 
 
@@ -364,7 +375,7 @@ def _connect(program: Program, costs: Costs, cluster: Cluster, D: int, shared: i
 
     replicas_local = 1 < D <= cluster.ranks_per_host
     ranks = [
-        _Rank(r, program, costs, Channel(port(r, "out", replicas_local), port(r, "in", replicas_local), is_bulk=True))
+        _Rank(r, program, costs, Bulk(port(r, "out", replicas_local), port(r, "in", replicas_local)))
         for r in range(P)
     ]
 
@@ -403,8 +414,8 @@ def _record(me: _Rank, begin: float, end: float) -> Record:
             launches += [a] * len(me.gather_parts[a.segment])
     transfers = []
     for j, start in enumerate(me.bulk.begun):
-        over = min(me.bulk.ends[j] if j < len(me.bulk.ends) else end, end)
-        if begin < over and start < over:
+        over = min(me.bulk.ends.get(j, end), end)
+        if start is not None and begin < over and start < over:
             transfers.append(Transfer(str(launches[j % len(launches)]), max(me.bulk.ready[j], begin) - begin,
                                       max(start, begin) - begin, over - begin, int(me.bulk.sizes[j][0])))
     return Record([t - begin for t in me.begun], [t - begin for t in me.ended], me.agreed - begin, messages, transfers)

@@ -7,16 +7,30 @@ built from pairwise transfers::
     rank 0 sends part 1 to 1, part 2 to 2         every rank sends its part to both others,
     and adds up part 0 of ranks 0, 1, 2           straight into its place
 
-Parts travel in chunks, all posted at once: gloo moves a chunk when both ends have posted it, without anyone waiting.
+Parts travel in chunks, of which a rank has few in flight, so that a message of the pipeline waits behind few on the card. Where
+several transfers are launched, the next chunk is the most urgent one's::
+
+    gather of segment 3    1 2 3                 4 5 6
+    reduction of segment 2       1 2 3 4 5 6 7 8         launched later and more urgent; the gather goes on behind it
+
+A thread for each transfer, which sleeps in gloo most of the time, posts a chunk when the one before is over.
 """
 
-from typing import Callable, List, Optional, Sequence
+import atexit
+import threading
+import weakref
+from collections import deque
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 
 #: most bytes of one message, see :class:`Replicas`
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+#: rounds of messages that a transfer has in flight: one moves while the end of the other is noticed
+ROUNDS = 2
+#: how long a process that ends lets its transfers finish
+EXIT_S = 5
 
 
 class Pending:
@@ -50,6 +64,90 @@ class Pending:
         return self
 
 
+class _Round(NamedTuple):
+    """A message to one peer and one from another; ranks are those of the group."""
+    to: int
+    sent: torch.Tensor
+    source: int
+    received: torch.Tensor
+
+
+class _Turns:
+    """Says which of a rank's transfers may post: the most urgent that has anything left to post, and among equals the first.
+
+    Others' turns on other ranks may differ for a while: what is posted stays posted and does not keep a more urgent transfer from
+    posting, so that all go on as soon as all ranks have launched them.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._waiting: List[Tuple[int, int]] = []  # (urgency, number)
+        self._joined = 0
+
+    def join(self, urgency: int) -> Tuple[int, int]:
+        with self._changed:
+            self._joined += 1
+            self._waiting.append((urgency, self._joined))
+            return self._waiting[-1]
+
+    def wait_for(self, ticket: Tuple[int, int]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: min(self._waiting) == ticket)
+
+    def leave(self, ticket: Tuple[int, int]) -> None:
+        with self._changed:
+            self._waiting.remove(ticket)
+            self._changed.notify_all()
+
+
+class _Exchange(threading.Thread):
+    """Rounds of messages, of which :data:`ROUNDS` are in flight."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, rounds: List[_Round], turns: _Turns, urgency: int):
+        super().__init__(name=f"exchange {tag}", daemon=True)
+        self._group, self._tag, self._rounds, self._turns = group, tag, rounds, turns
+        self._error: Optional[BaseException] = None
+        self._ticket = turns.join(urgency)  # here: launches have an order
+        self.start()
+
+    def run(self) -> None:
+        try:
+            flying = deque()
+            for works in self._post():
+                flying.append(works)
+                if len(flying) == ROUNDS:
+                    self._wait(flying.popleft())
+            for works in flying:
+                self._wait(works)
+        except BaseException as error:  # for who waits
+            self._error = error
+        self._group = self._rounds = None
+
+    def _post(self) -> Iterator[Tuple[dist.Work, dist.Work]]:
+        try:
+            for to, sent, source, received in self._rounds:
+                self._turns.wait_for(self._ticket)
+                yield self._group.recv([received], source, self._tag), self._group.send([sent], to, self._tag)
+        finally:
+            self._turns.leave(self._ticket)
+
+    @staticmethod
+    def _wait(works: Tuple[dist.Work, dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def wait(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _call_if_alive(method: weakref.WeakMethod) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
+
+
 def duplicate_group(group: Optional[dist.ProcessGroup], backend: Optional[str] = None):
     """A new process group of the same ranks as ``group`` (None: all ranks), with traffic of its own; default: of its backend.
 
@@ -74,8 +172,8 @@ class Replicas:
     Args:
         group: the data-parallel process group. Groups of the job must be of one size.
         chunk_bytes: most bytes of one message between two ranks (gloo) or of one piece of an all-reduce, and one element at
-            least. Smaller ones let pipeline messages on the same link through sooner, at 0.1 to 0.6 ms per message. Other backends
-            cut their reduce-scatter and all-gather themselves.
+            least. Two of them are in flight in each direction. Smaller ones let pipeline messages and more urgent transfers
+            through sooner, at 0.1 to 0.6 ms per message. Other backends cut their reduce-scatter and all-gather themselves.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES):
@@ -86,6 +184,10 @@ class Replicas:
         self._ranks = dist.get_process_group_ranks(group)
         self._group = duplicate_group(group) if self.size > 1 else None
         self.pairwise = self.size > 1 and dist.get_backend(group) == "gloo"
+        self._turns, self._launched = _Turns(), 0
+        self._in_flight: List[_Exchange] = []
+        if self.pairwise:
+            atexit.register(_call_if_alive, weakref.WeakMethod(self._finish_at_exit))
 
     def part(self, flat: torch.Tensor, rank: Optional[int] = None) -> torch.Tensor:
         """The ``rank``-th (default: this rank's) of ``size`` equal parts of a flat tensor, as a view."""
@@ -106,7 +208,7 @@ class Replicas:
             work = dist.reduce_scatter_tensor(result, flat, group=self._group, async_op=True)
             return Pending([work], lambda: result)
         terms = [own if rank == self.rank else self._landing(own) for rank in range(self.size)]
-        works = self._exchange(lambda peer: self.part(flat, peer), lambda peer: terms[peer])
+        works = self._exchange(lambda peer: self.part(flat, peer), lambda peer: terms[peer], urgency=0)
 
         def add_up():
             total = terms[0]
@@ -117,13 +219,16 @@ class Replicas:
 
         return Pending(works, add_up)
 
-    def all_gather(self, flat: torch.Tensor) -> Pending:
-        """Launch the gather of all parts, in place. ``flat``: [size * n] of which this rank's part is valid. Result: ``flat``."""
+    def all_gather(self, flat: torch.Tensor, urgency: int = 0) -> Pending:
+        """Launch the gather of all parts, in place. ``flat``: [size * n] of which this rank's part is valid. Result: ``flat``.
+
+        Pairwise, transfers of lower ``urgency`` go first, and among equals the one launched first; a reduction's is 0.
+        """
         if self.size == 1:
             return Pending([], lambda: flat)
         own = self.part(flat)
         if self.pairwise:
-            works = self._exchange(lambda peer: own, lambda peer: self.part(flat, peer))
+            works = self._exchange(lambda peer: own, lambda peer: self.part(flat, peer), urgency)
         else:  # not run on the machine this was written on
             works = [dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)]
         return Pending(works, lambda: flat)
@@ -142,23 +247,31 @@ class Replicas:
     def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         return flat.split(max(1, self.chunk_bytes // flat.element_size()))
 
-    def _exchange(self, outgoing, incoming) -> List:
-        """Post all messages: ``outgoing(peer)`` goes to each peer, ``incoming(peer)`` is filled by it."""
-        pairs = []
+    def _exchange(self, outgoing, incoming, urgency: int) -> List["_Exchange"]:
+        """Launch all messages: ``outgoing(peer)`` goes to each peer, ``incoming(peer)`` is filled by it."""
+        rounds = []
         for step in range(1, self.size):  # each step is a permutation: no rank is everyone's target at once
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            pairs.append((to, self._chunks(outgoing(to)), source, self._chunks(incoming(source))))
-        works = []
-        for chunk in range(max(len(sent) for _, sent, _, _ in pairs)):
-            for to, sent, source, received in pairs:
-                works.append(dist.irecv(_bytes(received[chunk]), self._ranks[source], group=self._group))
-                works.append(dist.isend(_bytes(sent[chunk]), self._ranks[to], group=self._group))
-        return works
+            pieces = zip(map(_bytes, self._chunks(outgoing(to))), map(_bytes, self._chunks(incoming(source))))
+            rounds += [_Round(to, sent, source, received) for sent, received in pieces]
+        self._launched += 1
+        exchange = _Exchange(self._group, self._launched % _TAGS, rounds, self._turns, urgency)
+        self._in_flight = [other for other in self._in_flight if other.is_alive()] + [exchange]
+        return [exchange]
+
+    def _finish_at_exit(self) -> None:
+        """A thread that returns from gloo to an interpreter that is gone would end the process with an error."""
+        for exchange in self._in_flight:
+            exchange.join(EXIT_S)
 
     def destroy(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+#: each exchange's messages carry a number, so that two may be in flight in any order
+_TAGS = 1 << 30
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ class CheckedReplicas(Replicas):
         return super().all_reduce(landing).checked(check).lands_in(flat)
 
     @torch.no_grad()
-    def all_gather(self, flat: torch.Tensor) -> Pending:
+    def all_gather(self, flat: torch.Tensor, urgency: int = 0) -> Pending:
         what = self._launch("all-gather", flat)
         landing = flat.clone()
         for rank in range(self.size):
@@ -139,7 +139,7 @@ class CheckedReplicas(Replicas):
             check()
             _check_arrived(what, landing)
 
-        return super().all_gather(landing).checked(before_result).lands_in(flat)
+        return super().all_gather(landing, urgency).checked(before_result).lands_in(flat)
 
     def destroy(self) -> None:
         super().destroy()

@@ -45,7 +45,8 @@ class ParameterGathers:
             if bucket not in wanted or not bucket.sharded or self.replicas.size == 1:
                 continue
             if not bucket.releases:
-                bucket.gather = self.replicas.all_gather(bucket.flat)
+                # behind the reductions that are still to come, and before the gathers of what is used later
+                bucket.gather = self.replicas.all_gather(bucket.flat, urgency=1 + bucket.key.segment)
             elif bucket.whole:  # with old parameters
                 bucket.free()
 
@@ -71,7 +72,7 @@ class ParameterGathers:
         for bucket in self._end_with[k]:
             if not bucket.whole:
                 bucket.fill()
-                bucket.gather = self.replicas.all_gather(bucket.flat)
+                bucket.gather = self.replicas.all_gather(bucket.flat, urgency=-1)  # this batch's next sweep waits for it
         self.peak_full_parameter_bytes = max(self.peak_full_parameter_bytes, self.full_parameter_bytes)
 
     @torch.no_grad()

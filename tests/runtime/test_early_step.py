@@ -198,7 +198,7 @@ def test_calls_out_of_order_are_errors():
 
 # engines ------------------------------------------------------------------------------------------------------------------
 
-EARLY = {"optimizer_step": "post_validated", "early_segments": "all"}
+EARLY = {"optimizer_step": "post_validated"}
 AIAO = {"schedule": "aiao", "segments": 3, "overlap_grad_reduce": "segment"}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "segments": 2, "overlap_grad_reduce": "segment"}
 
@@ -252,7 +252,8 @@ def test_a_segment_is_stepped_and_gathered_in_the_backward_of_the_one_before():
             setattr(optimizer, name, record)
         gather = optimizer.replicas.all_gather
         segment_of = {b.flat.data_ptr(): b.key.segment for b in optimizer.buckets}
-        optimizer.replicas.all_gather = lambda flat: calls.append(f"gather{segment_of[flat.data_ptr()]}") or gather(flat)
+        optimizer.replicas.all_gather = lambda flat, urgency: (
+            calls.append(f"gather{segment_of[flat.data_ptr()]}") or gather(flat, urgency))
         engine.train_batch(data(engine.grid.get_data_parallel_rank()))
         return calls
 

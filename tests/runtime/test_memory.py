@@ -95,7 +95,7 @@ STEPS = [
     (1, 2, 2, 2, "bf16", "fp32", 0, {**AIAO, **OVERLAP}),
     (1, 2, 2, 2, "fp32", None, 0, {**AIAO, **OVERLAP, "segments": 8, "shard_params": True}),
     (2, 2, 2, 2, "bf16", None, 1, {**AIAO, "segments": 4, "shard_params": True}),
-    (2, 2, 2, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated", "early_segments": "all", "segments": 4}),
+    (2, 2, 2, 1, "bf16", None, 0, {**AIAO, **OVERLAP, "optimizer_step": "post_validated", "segments": 4}),
 ]
 
 

@@ -1,12 +1,10 @@
 """Data-parallel communication behind compute: launched when it may be, waited for where needed, never seen from outside."""
 
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 from models import TORCH_DTYPE, Block, build, data, ds_config, make_layers, seed_cpu, whole_model
 from pool import RankError, RankPool
+from sharded import bytes_sent_to_replicas
 from torch import nn
 
 OVERLAP = {"overlap_grad_reduce": "segment", "overlap_param_gather": True}
@@ -149,8 +147,8 @@ def test_communication_data_type_rounds_gradients_before_the_average(granularity
 def test_comm_chunk_bytes_bounds_every_message_between_replicas():
     def job():
         config = ds_config(2, 1, fold={"schedule": "1f1b", "comm_chunk_bytes": 1024, **OVERLAP})
-        engine, sent, real = build(False, config, 1, 4), [], dist.isend
-        with mock.patch.object(dist, "isend", lambda t, *args, **kwargs: sent.append(t.nbytes) or real(t, *args, **kwargs)):
+        engine = build(False, config, 1, 4)
+        with bytes_sent_to_replicas() as sent:
             engine.train_batch(data(engine.grid.get_data_parallel_rank()))
             engine.optimizer.flush()
         return max(sent), sum(sent), sum(bucket.flat.nbytes for bucket in engine.optimizer.buckets)

@@ -55,7 +55,7 @@ def test_two_segments_are_whole_at_a_time_and_each_is_gathered_twice_a_step(segm
         engine = build(False, ds_config(micro_batches, 2, fold=fold), 1, 16)
         optimizer, gathered = engine.optimizer, []
         real = optimizer.replicas.all_gather
-        optimizer.replicas.all_gather = lambda flat: gathered.append(flat) or real(flat)
+        optimizer.replicas.all_gather = lambda flat, urgency: gathered.append(flat) or real(flat, urgency)
         batches = data(engine.grid.get_data_parallel_rank())
         engine.train_batch(batches)
         optimizer.peak_full_parameter_bytes = 0

@@ -297,7 +297,7 @@ def test_gathers_run_behind_and_are_waited_for_by_segment_in_order_of_first_use(
         model.launch_all()
         posted, reductions = [], []
         real, real_all_reduce, inner_step = model.optimizer.replicas.all_gather, dist.all_reduce, model.inner.step
-        model.optimizer.replicas.all_gather = lambda flat: posted.append(flat) or real(flat)
+        model.optimizer.replicas.all_gather = lambda flat, urgency: posted.append(flat) or real(flat, urgency)
         for k in range(2):
             model.optimizer.wait_reduce(k)
         model.inner.step = lambda: (time.sleep(0.3 * dist.get_rank()), inner_step())  # rank 1 is late with its shards
