@@ -49,7 +49,8 @@ class PipelineEngine(Interpreter):
                 raise ConfigError(f"the module was built for ds_fold.{key}={others}, but the engine's config says {key}={mine}; "
                                   f"pass the same config to PipelineModule(config=...) and initialize()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
-        self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size)
+        self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size,
+                        self.grid.get_slice_parallel_world_size())
         self._refuse_partitioned_messages()
         self._schedules: Dict[Tuple[bool, int, Optional[type]], ProgramSchedule] = {}
         self._slots: Dict[Tuple[int, int], Slot] = {}
