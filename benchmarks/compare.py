@@ -58,7 +58,6 @@ LOOSE_CLIP = {"config": {"gradient_clipping": 1e6}}
 OPTIONS = {
     "overlapped": OVERLAP,
     "by layer": {**OVERLAP, "overlap_grad_reduce": "layer"},
-    "post-validated": {**OVERLAP, "optimizer_step": "post_validated", **LOOSE_CLIP},
     "by layer, post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated", **LOOSE_CLIP},
     "gradients in bf16": {**OVERLAP, "config": {"communication_data_type": "bf16"}},
     "by layer, post-validated, gradients in bf16": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated",

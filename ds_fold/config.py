@@ -36,6 +36,11 @@ class ConfigError(ValueError):
     """A ds_config that cannot be run; the message names the key, the values and the remedy."""
 
 
+def describe_layout(P: int, D: Optional[int], T: Optional[int]) -> str:
+    replicas = "" if D is None else f" x D={D} replicas"
+    return f"P={P} pipeline ranks{replicas}" + (f" x T={T} tensor-parallel slices" if (T or 1) > 1 else "")
+
+
 class FoldConfig(DeepSpeedConfigModel):
     """The ``ds_fold`` block. Without it, the pipeline runs plain 1F1B."""
 
@@ -328,17 +333,19 @@ class FoldConfig(DeepSpeedConfigModel):
         verify(program)
         return program
 
-    def check(self, P: int, M: Optional[int] = None, layers: Optional[int] = None, D: Optional[int] = None) -> None:
-        """Refuse what cannot run on P pipeline ranks with M micro-batches, this many layers and D replicas (None: not known yet).
+    def check(self, P: int, M: Optional[int] = None, layers: Optional[int] = None, D: Optional[int] = None,
+              T: Optional[int] = None) -> None:
+        """Refuse what cannot run on P pipeline ranks with M micro-batches, this many layers, D replicas and T tensor-parallel
+        slices (None: not known yet).
 
         Raises:
             ConfigError
         """
         plan = self.plan
-        if plan is not None and (P != plan.P or D not in (None, plan.D)):
-            found = f"P={P} pipeline ranks" + (f" x D={D} replicas" if D is not None else "")
-            raise ConfigError(f"{BLOCK}.plan was made for P={plan.P} pipeline ranks x D={plan.D} replicas, but there are {found}; "
-                              f"launch {plan.P * plan.D} ranks with num_stages={plan.P}, or plan anew: python -m ds_fold plan")
+        if plan is not None and (P != plan.P or D not in (None, plan.D) or T not in (None, plan.T)):
+            raise ConfigError(f"{BLOCK}.plan was made for {describe_layout(plan.P, plan.D, plan.T)}, but there are "
+                              f"{describe_layout(P, D, T)}; launch {plan.P * plan.D * plan.T} ranks with "
+                              f"num_stages={plan.P}, or plan anew: python -m ds_fold plan")
         try:
             if M is None and self.preset is not None:
                 M = max(P, self.micro_batch_group or P)  # the smallest that shows the combinations that never work

@@ -63,7 +63,10 @@ class PlanConfig(DeepSpeedConfigModel):
     """Pipeline ranks: the training script's num_stages."""
 
     D: int = Field(ge=1, strict=True)
-    """Replicas. The launch has P*D ranks."""
+    """Replicas."""
+
+    T: int = Field(1, ge=1, strict=True)
+    """Tensor-parallel slices of each layer. The launch has P*D*T ranks."""
 
     step_s: float = Field(gt=0)
     """Seconds of a step."""

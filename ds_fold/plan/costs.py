@@ -135,6 +135,23 @@ class Cluster(_Model):
             return GIB * min(self.memory_gib[pipeline_rank * D:(pipeline_rank + 1) * D])
         return self.device_memory_bytes if self.memory_gib is None else GIB * self.memory_gib
 
+    def sliced(self, T: int) -> "Cluster":
+        """What one of T tensor-parallel slices has of the cluster. Ranks of a tensor-parallel group sit next to each other (rank
+        ``(p * D + d) * T + t``) and send at the same time: a slice's rank has a T-th of its host's card, its own link inside the
+        host, and the memory of the smallest of the group's devices.
+
+        Raises:
+            PlanError: T does not divide the ranks of a host.
+        """
+        if T < 1 or self.ranks_per_host % T:
+            raise PlanError(f"a tensor-parallel size of {T} does not divide ranks_per_host={self.ranks_per_host}; tensor-parallel "
+                            f"groups that reach over hosts are not planned")
+        memory = self.memory_gib
+        if isinstance(memory, list):
+            memory = [min(memory[i:i + T]) for i in range(0, len(memory), T)]
+        card = Link(bytes_per_s=self.inter_host.rate / T, latency_s=self.inter_host.latency_s)
+        return self.model_copy(update={"ranks_per_host": self.ranks_per_host // T, "inter_host": card, "memory_gib": memory})
+
     def check(self, P: int, D: int) -> None:
         """Raise PlanError unless P pipeline ranks of D replicas fit, with all replicas placed alike."""
         h = self.ranks_per_host

@@ -39,6 +39,10 @@ def run_profile(args) -> int:
         raise PlanError("give either a training script or --function MODULE:FUNCTION")
     if args.script is not None and args.dtype is not None:
         raise PlanError("--dtype goes with --function; a script's precision is what its ds_config says")
+    if "--" in args.arguments[1:]:
+        between = " ".join(args.arguments[:args.arguments.index("--")])
+        raise PlanError(f"{between!r} stands between the script and --: options of profile go before {args.script}, the script's "
+                        f"own behind --")
     known = Profile.load(args.check) if args.check else None
 
     from .capture import capture_script

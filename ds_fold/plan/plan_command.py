@@ -20,6 +20,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--profile", required=True, nargs="+", metavar="FILE",
                         help="profile.json of the model; several: of other micro-batch sizes")
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.json; all its ranks are used")
+    parser.add_argument("--tp", type=int, default=1, metavar="T", help="tensor-parallel size; the profile is of one slice, and T "
+                        "neighbouring ranks count as one (default 1)")
     parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help=f"default: {OBJECTIVES[0]}")
     parser.add_argument("-o", "--output", metavar="FILE", default="planned.json", help="default: planned.json")
     parser.add_argument("--explain", metavar="FILE", help="draw throughput against memory of all plans (needs matplotlib)")
@@ -27,7 +29,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the table, write the ds_config. Raises ConfigError or PlanError."""
-    from ..config import load_config  # slow: loads DeepSpeed
+    from ..config import describe_layout, load_config  # slow: loads DeepSpeed
     from .planner import Planner
     if args.explain and os.path.splitext(args.explain)[1].lower() not in _PICTURES:
         raise PlanError(f"--explain {args.explain}: use one of the suffixes {', '.join(_PICTURES)}")
@@ -35,7 +37,8 @@ def run(args) -> int:
     if folder and not os.path.isdir(folder):
         raise PlanError(f"--output {args.output}: there is no folder {folder}")
     config = load_config(args.config)
-    planner = Planner(config, [Profile.load(path) for path in args.profile], Cluster.load(args.cluster), args.objective)
+    planner = Planner(config, [Profile.load(path) for path in args.profile], Cluster.load(args.cluster).sliced(args.tp),
+                      args.objective)
     with tqdm(leave=False, disable=None) as bar:  # no bar where nobody looks
         def progress(done: int, total: int, what: str) -> None:
             if done < bar.n or bar.total is None:
@@ -45,14 +48,14 @@ def run(args) -> int:
 
         answer = planner.plan(progress)
     best = answer.found[0]
-    planned = planned_config(config, planner, best)
+    planned = planned_config(config, planner, best, args.tp)
     with open(args.output, "w") as file:
         json.dump(planned, file, indent=1)
         file.write("\n")
     _print(planner, answer)
     c = best.candidate
-    print(f"\nwritten to {args.output}; it has to be launched on {c.P * c.D} ranks with num_stages={c.P} (P={c.P} pipeline ranks x "
-          f"D={c.D} replicas)")
+    print(f"\nwritten to {args.output}; it has to be launched on {c.P * c.D * args.tp} ranks with num_stages={c.P} "
+          f"({describe_layout(c.P, c.D, args.tp)})")
     if args.explain:
         from .picture import draw
         draw(answer.found, args.objective, args.explain)
@@ -60,13 +63,13 @@ def run(args) -> int:
     return 0
 
 
-def planned_config(config: Dict[str, Any], planner, found) -> Dict[str, Any]:
-    """The ds_config of a plan: ``config`` with what was planned in place of its own."""
+def planned_config(config: Dict[str, Any], planner, found, T: int = 1) -> Dict[str, Any]:
+    """The ds_config of a plan for T tensor-parallel slices: ``config`` with what was planned in place of its own."""
     c = found.candidate
     recompute = sorted(found.recompute)
     names = {0: "none", planner.layers: "all"}
     block = {**planner.kept, **c.block(), "partition": list(found.cuts), "recompute": names.get(len(recompute), recompute),
-             "plan": {"objective": planner.objective, "P": c.P, "D": c.D, "step_s": found.score.step_s,
+             "plan": {"objective": planner.objective, "P": c.P, "D": c.D, "T": T, "step_s": found.score.step_s,
                       "throughput": found.throughput, "peak_gib": found.peak_gib, "memory_efficiency": found.efficiency}}
     planned = {**config, "train_micro_batch_size_per_gpu": c.micro_batch_size, "gradient_accumulation_steps": c.M,
                "zero_optimization": {**(config.get("zero_optimization") or {}), "stage": c.zero_stage}, "ds_fold": block}

@@ -202,6 +202,22 @@ def test_a_planned_config_trains_exactly_where_it_was_planned_for_and_nowhere_el
                                          and "launch 2 ranks with num_stages=2" in message for message in refused)
     with pytest.raises(ConfigError, match="x D=1 replicas, but there are P=2 pipeline ranks x D=3 replicas"):
         fold_config(planned).check(P, D=3)
+    with pytest.raises(ConfigError, match="x D=1 replicas, but there are P=2 pipeline ranks x D=1 replicas x T=2 tensor-parallel"):
+        fold_config(planned).check(P, D=1, T=2)
+
+
+def test_slices_share_a_card_and_the_smallest_device_of_a_group_counts(files, capsys):
+    assert plan(files) == 0
+    alone = load_config(str(files / "planned.json"))
+    GiB = 2**30
+    Cluster(hosts=2, ranks_per_host=2, inter_host=Link(gbit_per_s=1.6, latency_s=1e-4), intra_host=Link(gbit_per_s=10),
+            memory_gib=[70e6 / GiB, 90e6 / GiB, 80e6 / GiB, 70e6 / GiB]).save(str(files / "cluster.json"))
+    assert plan(files, "--tp", "2") == 0
+    sliced = load_config(str(files / "planned.json"))
+    assert alone["ds_fold"]["plan"].pop("T") == 1 and sliced["ds_fold"]["plan"].pop("T") == 2
+    assert sliced == alone
+    assert "launched on 4 ranks" in capsys.readouterr().out
+    assert plan(files, "--tp", "3") == 2 and "3 does not divide ranks_per_host=2" in capsys.readouterr().err
 
 
 def test_a_thousand_devices_take_less_than_a_minute():
