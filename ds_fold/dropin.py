@@ -5,10 +5,12 @@ DeepSpeed's classes stay what and where they are. What changes is their construc
 those of subclasses, keep their place in front of ds_fold's. Without a block both are built as ever.
 """
 
+import inspect
 import os
 import sys
 from functools import lru_cache, wraps
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from weakref import WeakKeyDictionary
 
 from deepspeed.pipe import DualPipeVModule
 from deepspeed.pipe import PipelineModule as StockModule
@@ -17,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as StockEngine
 from . import compat
 from .config import BLOCK, ConfigError, load_config
 from .initialization import prepared
+from .runtime.construction import Construction
 from .runtime.engine import PipelineEngine
 from .runtime.module import PipelineModule
 
@@ -32,6 +35,8 @@ class _Installed(NamedTuple):
 
 
 _installed: Optional[_Installed] = None
+#: modules of DeepSpeed's own class, built without a block, until an engine takes them: a block may still come with its config
+_constructions: "WeakKeyDictionary[StockModule, Construction]" = WeakKeyDictionary()
 
 
 def install(config: Union[None, str, Dict[str, Any]] = None) -> None:
@@ -69,8 +74,17 @@ def uninstall() -> None:
 def _redirected(constructor: Callable, folding: Callable[..., bool]) -> Callable:
     @wraps(constructor)
     def __init__(self, *args, **kwargs):
-        if not folding(self, args, kwargs):
+        if folding(self, args, kwargs):
+            return
+        if type(self) is not StockModule:
             constructor(self, *args, **kwargs)
+            return
+        given = inspect.signature(constructor).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        construction = Construction(given.arguments["partition_method"])
+        constructor(self, *args, **kwargs)
+        construction.built(self)
+        _constructions[self] = construction
     return __init__
 
 
@@ -97,6 +111,7 @@ def _build_engine(self, args, kwargs) -> bool:
     model, config_class = kwargs.get("model"), kwargs.get("config_class")
     if not isinstance(model, StockModule) or config_class is None:
         return False
+    construction = _constructions.pop(model, None)
     config, source = _with_block(compat.config_of(config_class), "its config")
     if isinstance(model, PipelineModule):
         if BLOCK not in compat.config_of(config_class):  # the module's is what it was built with
@@ -105,12 +120,29 @@ def _build_engine(self, args, kwargs) -> bool:
         return False
     else:
         _refuse_dual_pipe(model, source)
-        model.__class__ = _folded(type(model), PipelineModule)
-        model.take_over(config)
+        kwargs = _take_over(model, config, construction, kwargs)
     compat.set_config_of(config_class, config)
     self.__class__ = _folded(type(self), model.engine_class or PipelineEngine)
     PipelineEngine.__init__(self, **prepared(kwargs))
     return True
+
+
+def _take_over(model, config: Dict[str, Any], construction: Optional[Construction], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """Fold a module that was built without a block; the engine's arguments, with its parameters if it was built again."""
+    built_by, parameters = type(model), kwargs.get("model_parameters")
+    parameters = kwargs["model_parameters"] = None if parameters is None else list(parameters)  # it may be a generator
+
+    def why_not() -> Optional[str]:
+        if construction is not None:
+            return construction.why_not(model, parameters, kwargs.get("optimizer"))
+        return ("it was built before ds_fold.install()" if built_by is StockModule
+                else f"{built_by.__name__}, a subclass, may hold more than its layers")
+
+    model.__class__ = _folded(built_by, PipelineModule)
+    if model.take_over(config, construction, why_not):
+        kwargs["model_parameters"] = None  # all that the module has now
+        compat.tag_parameters(kwargs["config_class"], model)
+    return kwargs
 
 
 def _refuse_dual_pipe(module, source: str) -> None:

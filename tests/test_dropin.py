@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import data, ds_config, installed, largest_difference, make_layers, seed_cpu, whole_model
+from models import Block, data, ds_config, installed, largest_difference, make_layers, seed_cpu, whole_model
 from pool import RankPool
 from torch import nn
 
@@ -100,12 +100,13 @@ def test_a_block_that_only_initialize_sees_takes_a_module_over_where_its_placeme
     assert losses == stock[0] and largest_difference(weights, stock[1])[0] == 0
 
 
-def test_a_module_with_tied_layers_is_taken_over():
-    def job():
+@pytest.mark.parametrize("fold", [{"overlap_grad_reduce": "segment"}, OVERLAP])
+def test_a_module_with_tied_layers_is_taken_over(fold):
+    def job(fold):
         with installed():
-            return script(ds_config(4, 1, fold={"overlap_grad_reduce": "segment"}), layers=make_layers(8, tied=True))[:2]
+            return script(ds_config(4, 1, fold=fold), layers=make_layers(8, tied=True))[:2]
 
-    losses, weights = RankPool.of(2).run(job)[0]
+    losses, weights = RankPool.of(2).run(job, fold)[0]
     stock = RankPool.of(2).run(lambda: script(ds_config(4, 1), layers=make_layers(8, tied=True))[:2])[0]
     difference, size = largest_difference(weights, stock[1])
     assert losses == pytest.approx(stock[0], rel=1e-6) and difference <= 1e-6 * size
@@ -159,18 +160,95 @@ def test_an_engine_that_only_evaluates_needs_no_optimizer(tmp_path):
     assert len(list((tmp_path / "weights").glob("layer_*"))) == 8
 
 
-@pytest.mark.parametrize("fold", [AIAO, {"partition": [0, 1, 8]}])
-def test_a_placement_that_comes_too_late_is_one_error_with_the_remedy_on_every_rank(fold):
-    def job(fold):
+def late(config, P, early, ready=False, change=None):
+    """A script whose config is a dict, known to initialize() only, or ``early``: losses, weights, its next random numbers."""
+    import random
+
+    import deepspeed
+    import numpy
+    from deepspeed.pipe import PipelineModule
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    layers = [Block() for _ in range(8)] if ready else iter(make_layers(8))
+    with installed(config if early else None):
+        net = PipelineModule(layers, num_stages=P, loss_fn=nn.MSELoss(), partition_method="uniform", seed_layers=not ready)
+        net.title = "mine"
+        more = change(net) if change else {}
+        arguments = {"model_parameters": (p for p in net.parameters() if p.requires_grad), **(more or {})}
+        engine, *_ = deepspeed.initialize(model=net, config=config, **arguments)
+        later = torch.rand(2).tolist(), random.random(), numpy.random.rand()
+        batches = data(engine.grid.get_data_parallel_rank())
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        return losses, whole_model(engine.module), later, engine.module.parts, net.title
+
+
+@pytest.mark.parametrize("fold,ready", [(OVERLAP, False), ({**AIAO, "partition": [0, 1, 3, 5, 8]}, False), (AIAO, True)])
+def test_other_cuts_that_only_initialize_sees_build_the_module_again(fold, ready):
+    def job(fold, ready):
+        config = ds_config(4, 1, fold=fold)
+        return late(config, 2, False, ready), late(config, 2, True, ready), late(ds_config(4, 1), 2, False, ready)
+
+    for found, early, stock in RankPool.of(2).run(job, fold, ready):
+        assert found[0] == early[0] == stock[0] and len(found[3]) == 5 and found[4] == "mine"
+        assert largest_difference(found[1], early[1])[0] == largest_difference(found[1], stock[1])[0] == 0
+        assert found[2] == stock[2], "the script's random numbers go on as under DeepSpeed"
+
+
+def change_weights(net):
+    if net.global_rank == 1:
+        net.forward_funcs[0].a.weight.data.mul_(2)
+
+
+def give_optimizer(net):
+    return {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "model_parameters": None}
+
+
+def give_groups(net):
+    return {"model_parameters": [{"params": list(net.parameters())}]}
+
+
+def keep_layer(net):
+    net.first = [net.forward_funcs[0]]
+
+
+def freeze(net):
+    net.forward_funcs[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change,reason", [
+    (change_weights, "a.weight was changed since"), (give_optimizer, "optimizer= holds its parameters"),
+    (give_groups, "model_parameters= are not"), (keep_layer, "first of the module was set since"), (freeze, "was changed since"),
+])
+def test_what_a_module_built_again_would_lose_is_one_error_with_the_remedy_on_every_rank(change, reason):
+    def job(change):
         import ds_fold
+        try:
+            late(ds_config(4, fold=AIAO), 2, False, change=change)
+        except ds_fold.ConfigError as error:
+            return str(error)
+
+    texts = RankPool.of(2).run(job, change)
+    assert texts[0] == texts[1] and reason in texts[0] and "ds_fold.install(config=...)" in texts[0]
+
+
+@pytest.mark.parametrize("before,reason", [(False, "Net, a subclass, may hold"), (True, "built before ds_fold.install()")])
+def test_a_module_of_which_nothing_was_remembered_is_not_built_again(before, reason):
+    def job(before):
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+
+        import ds_fold
+        cls = PipelineModule if before else type("Net", (PipelineModule, ), {})
+        net = cls(make_layers(8), num_stages=2, loss_fn=nn.MSELoss()) if before else None
         with installed():
+            net = net or cls(make_layers(8), num_stages=2, loss_fn=nn.MSELoss())
             try:
-                script(ds_config(4, fold=fold))
+                deepspeed.initialize(model=net, config=ds_config(4, fold=AIAO))
             except ds_fold.ConfigError as error:
                 return str(error)
 
-    texts = RankPool.of(2).run(job, fold)
-    assert texts[0] == texts[1] and "was built before this was known" in texts[0] and "ds_fold.install(config=...)" in texts[0]
+    assert all(reason in text for text in RankPool.of(2).run(job, before))
 
 
 def test_the_scripts_own_block_wins_over_the_variables_and_a_variable_without_a_block_is_refused(tmp_path):

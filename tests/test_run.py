@@ -25,6 +25,7 @@ from helper import MESSAGE
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--report")
+parser.add_argument("--dict", help="a config that only initialize() sees")
 parser.add_argument("--exit", type=int, default=0)
 parser.add_argument("--fault", default="")
 parser = deepspeed.add_config_arguments(parser)
@@ -50,12 +51,15 @@ class Layer(torch.nn.Linear):
 layers = [LayerSpec(Layer, 8, args.fault if i == 1 else "") for i in range(4)]
 net = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.MSELoss(),
                      partition_method="uniform", seed_layers=True, seed_fn=torch.manual_seed)
-engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=[p for p in net.parameters() if p.requires_grad])
+config = json.load(open(args.dict)) if args.dict else None
+engine, *_ = deepspeed.initialize(args=args, model=net, config=config,
+                                  model_parameters=[p for p in net.parameters() if p.requires_grad])
 x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 losses = [float(engine.train_batch(iter([(x, x)] * 4))) for _ in range(3)]
 if torch.distributed.get_rank() == 0:
     with open(args.report, "w") as file:
-        json.dump({"losses": losses, "engine": type(engine).__module__, "words": sys.argv, "message": MESSAGE,
+        json.dump({"losses": losses, "engine": type(engine).__module__, "parts": net.parts,
+                   "words": sys.argv, "message": MESSAGE,
                    "main": sys.modules["__main__"].__file__, "name": __name__}, file)
 sys.exit(args.exit)
 '''
@@ -78,12 +82,11 @@ def launch(*command, **environment):
 def test_a_script_for_deepspeed_runs_folded_under_its_launcher_with_the_same_losses_and_exit_code(project):
     port = free_port()
     done = launch("deepspeed", "--num_accelerators", 2, "--master_port", port, "--module", "ds_fold.run",
-                  project / "train.py", "--deepspeed_config", project / "fold.json", "--report", project / "report.json",
-                  "--exit", 3)
+                  project / "train.py", "--dict", project / "fold.json", "--report", project / "report.json", "--exit", 3)
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     report = json.loads((project / "report.json").read_text())
-    assert report["engine"] == "ds_fold.runtime.engine"
+    assert report["engine"] == "ds_fold.runtime.engine" and report["parts"] == [0, 1, 2, 3, 4]
     assert report["message"] == "beside the script" and report["name"] == "__main__"
     assert report["main"] == report["words"][0] == str(project / "train.py") and report["words"][1] == "--local_rank=0"
 

@@ -7,11 +7,13 @@ implements. Facts about the internals are for DeepSpeed 0.19.x.
 from .release import SUPPORTED_DEEPSPEED, check_deepspeed_version  # first: refuses releases that lack what follows
 
 # isort: split
+import random
 import time
 from contextlib import contextmanager
 from typing import List, Tuple
 
 import deepspeed
+import numpy
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -125,6 +127,19 @@ class PipelineModuleBase(_StockModule):
         """What :meth:`_build` would have set, for a module that DeepSpeed's class has built."""
         self.segment_ranges = [(0, len(self.forward_funcs))]
         self.global_layer_indices = list(range(self._local_start, self._local_stop))
+        self.tied_comms = self._index_tied_modules()
+        self._synchronize_tied_weights()
+
+    def build_again(self, partition_method) -> None:
+        """Other cuts for a module that DeepSpeed's class has built: what its constructor does from the cuts on. The process groups
+        stay. Layers that were given as modules are used again as they are."""
+        for name in self.fwd_map:
+            delattr(self, name)
+        self.forward_funcs, self.fwd_map = [], {}
+        self.tied_modules, self.tied_weight_attrs = torch.nn.ModuleDict(), {}
+        self._partition_into_chunks(partition_method)
+        self._build()
+        self.to(get_accelerator().device_name(self.local_rank))
         self.tied_comms = self._index_tied_modules()
         self._synchronize_tied_weights()
 
@@ -380,6 +395,26 @@ def seed_device(seed: int) -> None:
         accelerator.manual_seed(seed)
 
 
+def random_states() -> tuple:
+    """Of all generators that DeepSpeed's ``seed_layers`` seeds: Python's, numpy's, torch's of the CPU and of the current device."""
+    accelerator = get_accelerator()
+    device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), device
+
+
+def set_random_states(states: tuple) -> None:
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        get_accelerator().set_rng_state(states[3])
+
+
+def tag_parameters(config_class, module) -> None:
+    """What ``deepspeed.initialize`` does to a module's parameters before it builds the engine (Muon)."""
+    deepspeed.set_optimizer_flags(config_class, module)
+
+
 @contextmanager
 def preserved_rng():
     """Within this context torch's random state may be changed freely; afterwards it is as before."""
@@ -406,6 +441,6 @@ def reset_checkpoint_buffers() -> None:
 __all__ = [
     "SUPPORTED_DEEPSPEED", "PipelineEngineBase", "PipelineModuleBase", "check_deepspeed_version", "config_of", "current_device",
     "decoded_config", "device_memory_bytes", "engine_arguments", "engine_class", "is_reentrant", "non_reentrant_checkpoint",
-    "preserved_rng", "redirect_instructions", "reset_checkpoint_buffers", "restore_instructions", "seed_device", "set_config_of",
-    "stock_schedule", "synchronized_time"
+    "preserved_rng", "random_states", "redirect_instructions", "reset_checkpoint_buffers", "restore_instructions", "seed_device",
+    "set_config_of", "set_random_states", "stock_schedule", "synchronized_time", "tag_parameters"
 ]

@@ -23,6 +23,7 @@ from ..partition import PartitionError, cut_layers
 from ..plan.costs import PlanError
 from ..plan.placement import load_cluster, load_profile, place, simulation_options
 from ..schedule import ScheduleError
+from .construction import Construction
 
 
 class PipelineModule(compat.PipelineModuleBase):
@@ -83,23 +84,36 @@ class PipelineModule(compat.PipelineModuleBase):
         if not any(p.requires_grad for p in self.parameters()):
             self.placeholder_parameter()
 
-    def take_over(self, ds_config: dict) -> None:
-        """Make a module that DeepSpeed's class has built, with one chunk a rank, one of this class.
+    def take_over(self, ds_config: dict, construction: Optional[Construction],
+                  why_not: Callable[[], Optional[str]]) -> bool:
+        """Make a module that DeepSpeed's class has built, with one chunk a rank, one of this class; where the ``ds_fold`` block
+        asks for other cuts, by building its layers again as ``construction`` says. Returns whether it has.
 
         Raises:
-            ConfigError: the ``ds_fold`` block asks for another placement than that which stands.
+            ConfigError: other cuts, but ``why_not()`` has a reason on some rank.
         """
         fold = fold_config(ds_config)
-        if fold.segments > 1 or fold.searches or fold.partition not in (None, self.parts):
-            raise ConfigError(
-                f"the {BLOCK} block of the config given to initialize() says segments={fold.segments} and partition="
-                f"{fold.partition!r}, but the PipelineModule was built before this was known. Name the config before the module "
-                f"is built: --deepspeed_config FILE on the command line, DS_FOLD_CONFIG=FILE in the environment, or "
-                f"ds_fold.install(config=...)")
-        fold.check(self.num_stages, layers=len(self.layer_specs))
+        again = fold.segments > 1 or fold.searches or fold.partition not in (None, self.parts)
+        if again:
+            reasons: List[Optional[str]] = [None] * self.world_size
+            dist.all_gather_object(reasons, why_not(), group=self.world_group)  # all ranks build, or none
+            for rank, reason in enumerate(reasons):
+                if reason is not None:
+                    raise ConfigError(
+                        f"the {BLOCK} block of the config given to initialize() says segments={fold.segments} and partition="
+                        f"{fold.partition!r}, but the PipelineModule was built before this was known and cannot be built again: "
+                        f"{reason} (rank {rank}). Name the config before the module is built: --deepspeed_config FILE on the "
+                        f"command line, DS_FOLD_CONFIG=FILE in the environment, or ds_fold.install(config=...)")
+        D = self.grid.get_data_parallel_world_size()
+        fold.check(self.num_stages, micro_batches_of(ds_config, D) if again else None, len(self.layer_specs), D)
         self._take_config(ds_config, fold, len(self.layer_specs), self.activation_checkpoint_interval)
-        self.index_chunk()
+        if again:
+            with construction.again():
+                self.build_again(construction.partition_method)
+        else:
+            self.index_chunk()
         self._get_ready()
+        return again
 
     def placeholder_parameter(self) -> torch.nn.Parameter:
         """One trainable number for a rank that has nothing to train, so that its optimizer exists and it takes part in every
