@@ -32,7 +32,7 @@ M, PIPELINE, BLOCK_S, BLOCK_BYTES, BOUNDARY = 8, 4, 0.005, 1_100_000, 32768
 DEEPSPEED, SAME_MEMORY = "DeepSpeed 1F1B, by parameters", "ds_fold 1f1b, by parameters"
 GPIPE, HIPPIE = "GPipe, by layers", "ds_fold hippie, planned"
 #: what is left to the last contenders of GPipe's memory
-SHARE = 0.45
+SHARE = 0.46
 SEARCHED = {"partition": {"method": "memory_efficiency"}, "recompute": "auto"}
 AIAO = {"schedule": "aiao", "overlap_grad_reduce": "layer", "overlap_param_gather": True, **SEARCHED}
 #: name -> (ds_fold block or None for DeepSpeed's engine, ZeRO stage)
