@@ -3,6 +3,7 @@ with data parallelism and DeepSpeed's 1F1B partitioned by parameters, on models 
 
     python benchmarks/hippie.py                     both models, P=4, D=2, one rank a host, 200 Mbit/s; about 5 minutes
     python benchmarks/hippie.py --model cnn         one of them
+    python benchmarks/hippie.py --weights 3         with three times the parameters
 
 Models: "transformer", 30 blocks between an embedding and a head that are 5 times heavier in time and parameters; "cnn", 16 layers
 whose activations shrink and whose parameters grow. Rank 0 measures a profile of the layers; the planned contenders take their
@@ -30,30 +31,33 @@ M, PIPELINE, BLOCK_S, BLOCK_BYTES, BOUNDARY = 8, 4, 0.005, 1_100_000, 32768
 #: of DeepSpeed's own engine memory is not measured: it holds what the same schedule and partition hold in ds_fold
 DEEPSPEED, SAME_MEMORY = "DeepSpeed 1F1B, by parameters", "ds_fold 1f1b, by parameters"
 GPIPE, HIPPIE = "GPipe, by layers", "ds_fold hippie, planned"
+#: what is left to the last contenders of GPipe's memory
+SHARE = 0.46
 SEARCHED = {"partition": {"method": "memory_efficiency"}, "recompute": "auto"}
-OVERLAP = {"overlap_grad_reduce": "layer", "overlap_param_gather": True}
+AIAO = {"schedule": "aiao", "overlap_grad_reduce": "layer", "overlap_param_gather": True, **SEARCHED}
 #: name -> (ds_fold block or None for DeepSpeed's engine, ZeRO stage)
 CONTENDERS = {
     GPIPE: ({"schedule": "gpipe", "partition": "uniform"}, 0),
     DEEPSPEED: (None, 0),
     SAME_MEMORY: ({"schedule": "1f1b", "partition": "parameters"}, 0),
     HIPPIE: ({"schedule": "hippie", **SEARCHED}, 1),
-    "ds_fold aiao v=2, planned": ({"schedule": "aiao", "segments": 2, **OVERLAP, **SEARCHED}, 1),
-    "ds_fold aiao v=2, planned for throughput": ({"schedule": "aiao", "segments": 2, **OVERLAP, **SEARCHED,
-                                                  "partition": {"method": "throughput"}}, 1),
+    "ds_fold aiao v=2, planned": ({**AIAO, "segments": 2}, 1),
+    "ds_fold aiao v=2, planned for throughput": ({**AIAO, "segments": 2, "partition": {"method": "throughput"}}, 1),
+    **{f"ds_fold aiao v={v}, planned for throughput in {SHARE:.0%} of GPipe's memory": (
+        {**AIAO, "segments": v, "partition": {"method": "throughput"}, "cluster": "limited.json"}, 1) for v in (2, 3)},
 }
 #: with one replica
 ALONE = (HIPPIE, "ds_fold aiao v=2, planned", "ds_fold aiao v=2, planned for throughput")
 
 
-def layers_of(model: str) -> List[Dict[str, Any]]:
-    """Keyword arguments of each :class:`~emulated.EmulatedLayer` of a model."""
-    features, kept = BOUNDARY // 4, 16 * BOUNDARY * 4
+def layers_of(model: str, weights: float = 1.0) -> List[Dict[str, Any]]:
+    """Keyword arguments of each :class:`~emulated.EmulatedLayer` of a model, with ``weights`` times the parameters."""
+    features, kept, block = BOUNDARY // 4, 16 * BOUNDARY * 4, int(weights * BLOCK_BYTES) // 4
     if model == "transformer":
-        return [{"features": features, "weights": heavy * BLOCK_BYTES // 4, "forward_s": heavy * BLOCK_S, "kept_bytes": kept}
+        return [{"features": features, "weights": heavy * block, "forward_s": heavy * BLOCK_S, "kept_bytes": kept}
                 for heavy in (5, *[1] * 30, 5)]
     widths = [features * 4 >> i // 3 for i in range(17)]
-    return [{"features": widths[i], "out_features": widths[i + 1], "weights": int(BLOCK_BYTES / 4 * 0.8 * 1.18**i) + widths[i],
+    return [{"features": widths[i], "out_features": widths[i + 1], "weights": int(block * 0.8 * 1.18**i) + widths[i],
              "forward_s": 3 * BLOCK_S * 0.97**i, "kept_bytes": 16 * 4 * widths[i]} for i in range(16)]
 
 
@@ -77,7 +81,7 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
     from ds_fold.plan.profile import profile_layers
     from ds_fold.runtime.memory import MeasuredMemory
 
-    layers, D = layers_of(plan["model"]), plan["D"]
+    layers, D = layers_of(plan["model"], plan["weights"]), plan["D"]
 
     class Unequal(EngineContender):
         """``block`` None: DeepSpeed's own engine."""
@@ -89,7 +93,8 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
                 super().__init__(setting, deepspeed.pipe.PipelineModule, deepspeed.initialize, zero, "parameters",
                                  optimizer=optimizer)
             else:
-                block = {**block, "profile": str(folder / "profile.json"), "cluster": str(folder / "cluster.json")}
+                block = {"cluster": "cluster.json", **block, "profile": str(folder / "profile.json")}
+                block["cluster"] = str(folder / block["cluster"])
                 super().__init__(setting, ds_fold.PipelineModule, ds_fold.initialize, zero, ds_fold=block, optimizer=optimizer)
 
         def layer_specs(self):
@@ -111,6 +116,13 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
             return {"cuts": list(module.parts), "recomputed": sorted(module.recomputed), "predicted_s": result.step_s,
                     "predicted_bytes": result.peak_bytes}
 
+    def limit_memory(gpipe_bytes: int) -> None:
+        """For those that are planned in a share of GPipe's memory."""
+        if dist.get_rank() == 0:
+            whole = json.loads((folder / "cluster.json").read_text())
+            (folder / "limited.json").write_text(json.dumps({**whole, "device_memory_bytes": SHARE * gpipe_bytes}))
+        dist.barrier()
+
     progress = start()
     if dist.get_rank() == 0:
         plain = Unequal.__new__(Unequal)
@@ -129,6 +141,8 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
             peaks: List[int] = [0] * dist.get_world_size()
             dist.all_gather_object(peaks, memory.peak_bytes)
             results[name].update(peak_bytes=max(peaks), **contender.planned())
+            if name == GPIPE:
+                limit_memory(max(peaks))
         contender.close()
         print(f"ran {name}", file=progress, flush=True)
     if dist.get_rank() == 0:
@@ -140,14 +154,14 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
 # the report ---------------------------------------------------------------------------------------------------------------
 
 
-def measure(model: str, D: int, contenders: Sequence[str], rate_mbit: float, repeats: int) -> Dict[str, Any]:
+def measure(model: str, weights: float, D: int, contenders: Sequence[str], rate_mbit: float, repeats: int) -> Dict[str, Any]:
     """One launch on D * 4 hosts. Raises LabError."""
     with tempfile.TemporaryDirectory(prefix="hippie-") as path, Lab(PIPELINE * D, rate_mbit) as lab:
         folder = Path(path)
         (folder / "cluster.json").write_text(json.dumps({
             "hosts": PIPELINE * D, "ranks_per_host": 1, "collective": "pairwise",
             "inter_host": {"gbit_per_s": PAYLOAD * rate_mbit / 1000, "latency_s": LATENCY_S}}))
-        plan = {"model": model, "D": D, "contenders": list(contenders), "repeats": repeats}
+        plan = {"model": model, "weights": weights, "D": D, "contenders": list(contenders), "repeats": repeats}
         run = lab.run([sys.executable, os.path.abspath(__file__), "--ranks", json.dumps(plan), path], timeout=600, echo=True,
                       env={"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"})
         if not run.ok:
@@ -155,13 +169,14 @@ def measure(model: str, D: int, contenders: Sequence[str], rate_mbit: float, rep
         results = json.loads((folder / "result.json").read_text())
     if DEEPSPEED in results:
         results[DEEPSPEED]["peak_bytes"] = results[SAME_MEMORY]["peak_bytes"]
-    return {"model": model, "D": D, "rate_mbit": rate_mbit, "contenders": results, "date": time.strftime("%Y-%m-%d"),
-            "flags": run.flags, "cpu": run.cpu._asdict()}
+    return {"model": model, "weights": weights, "D": D, "rate_mbit": rate_mbit, "contenders": results,
+            "date": time.strftime("%Y-%m-%d"), "flags": run.flags, "cpu": run.cpu._asdict()}
 
 
 def table(measured: Dict[str, Any], alone: Dict[str, Any]) -> str:
     """Markdown: each contender beside GPipe."""
-    lines = [f"**{measured['model']}**: P={PIPELINE}, D={measured['D']}, M={M}, {measured['rate_mbit']:g} Mbit/s "
+    heavier = f" with {measured['weights']:g} times the parameters" if measured["weights"] != 1 else ""
+    lines = [f"**{measured['model']}**{heavier}: P={PIPELINE}, D={measured['D']}, M={M}, {measured['rate_mbit']:g} Mbit/s "
              f"({measured['date']})", "",
              "| | step ms | throughput | peak MB | memory | ME | predicted | scaling | layers of the chunks | recomputed |",
              "|---|---|---|---|---|---|---|---|---|---|"]
@@ -188,6 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=("transformer", "cnn"), help="default: both")
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each host's network card")
+    parser.add_argument("--weights", type=float, default=1.0, help="times the models' parameters (default 1)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--ranks", nargs=2, help=argparse.SUPPRESS)
@@ -198,7 +214,7 @@ def main() -> int:
     results, tables = [], []
     try:
         for model in args.model or ("transformer", "cnn"):
-            pair = [measure(model, D, names, args.rate, args.repeats) for D, names in ((2, CONTENDERS), (1, ALONE))]
+            pair = [measure(model, args.weights, D, names, args.rate, args.repeats) for D, names in ((2, CONTENDERS), (1, ALONE))]
             results += pair
             tables.append(table(*pair))
             print(tables[-1], flush=True)
@@ -206,9 +222,10 @@ def main() -> int:
         print(f"hippie: {error}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "hippie.json").write_text(json.dumps(results, indent=1))
-    (args.out / "hippie.md").write_text("\n".join(tables))
-    print(f"wrote {args.out / 'hippie'}.json and .md")
+    path = args.out / ("hippie" if args.weights == 1 else f"hippie-weights{args.weights:g}")
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1))
+    path.with_suffix(".md").write_text("\n".join(tables))
+    print(f"wrote {path}.json and .md")
     return 0
 
 

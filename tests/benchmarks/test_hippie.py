@@ -26,7 +26,8 @@ def test_memory_efficiency_is_throughput_over_memory():
     def row(step_s, peak, **more):
         return {"step_s": [step_s], "peak_bytes": peak, **more}
 
-    measured = {"model": "cnn", "D": 2, "rate_mbit": 200.0, "date": "today", "flags": [], "cpu": {"own": 0.1, "busy": 0.2},
+    measured = {"model": "cnn", "weights": 1.0, "D": 2, "rate_mbit": 200.0, "date": "today", "flags": [],
+                "cpu": {"own": 0.1, "busy": 0.2},
                 "contenders": {GPIPE: row(1.8, 100e6), HIPPIE: row(1.0, 43e6, predicted_s=0.9, predicted_bytes=43e6,
                                                                    cuts=[0, 1, 4], recomputed=[2])}}
     alone = {"contenders": {HIPPIE: row(0.95, 43e6)}}
