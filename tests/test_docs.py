@@ -41,7 +41,7 @@ def test_the_reference_has_every_key_with_its_description(reference):
 def test_the_reference_tells_types_bounds_and_defaults(reference):
     page = reference.markdown()
     for facts in ('`segments` {: #segments }\n\n*integer, at least 1, default `1`*',
-                  '`comm_chunk_bytes` {: #comm_chunk_bytes }\n\n*integer, at least 1024, default `4194304`*',
+                  '`comm_chunk_bytes` {: #comm_chunk_bytes }\n\n*integer, at least 1024, default `1048576`*',
                   '`partition` {: #partition }\n\n*string or list of integers or [object](#objectivepartition)*',
                   '`method` {: #objectivepartition-method }\n\n*`"memory_efficiency"` or `"throughput"` or `"memory"`, required*'):
         assert f"### {facts}\n" in page

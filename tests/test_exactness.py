@@ -85,7 +85,7 @@ def fold_block(case, folder):
                                          "optimizer_step": case["optimizer_step"].replace("_one", ""), "debug": case["debug"],
                                          "shard_params": case["shard_params"]}
     block["overlap_grad_reduce"] = "segment" if "reduce" in case["overlap"] else "layer" if "layer" in case["overlap"] else "off"
-    if case["optimizer_step"] == "post_validated_one":
+    if case["optimizer_step"] == "post_validated_one" and case["segments"] > 1:
         block["early_segments"] = [max(1, case["segments"] - 2)]
     block["align_grad_reduce"] = case["align"]
     block["overlap_param_gather"] = "gather" in case["overlap"]
