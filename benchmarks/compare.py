@@ -54,14 +54,15 @@ OURS: Dict[str, Any] = {
     "ds_fold aiao v=4, overlapped": ("ds_fold", {"schedule": "aiao", "segments": 4, **OVERLAP}),
 }
 #: a norm far above that of the gradients: clipping is on and never triggers
-LOOSE_CLIP = {"config": {"gradient_clipping": 1e6}}
+LOOSE_CLIP = {"gradient_clipping": 1e6}
+BY_LAYER, BF16 = {**OVERLAP, "overlap_grad_reduce": "layer"}, {"communication_data_type": "bf16"}
+EARLY = {**BY_LAYER, "optimizer_step": "post_validated"}
 OPTIONS = {
     "overlapped": OVERLAP,
-    "by layer": {**OVERLAP, "overlap_grad_reduce": "layer"},
-    "by layer, post-validated": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated", **LOOSE_CLIP},
-    "gradients in bf16": {**OVERLAP, "config": {"communication_data_type": "bf16"}},
-    "by layer, post-validated, gradients in bf16": {**OVERLAP, "overlap_grad_reduce": "layer", "optimizer_step": "post_validated",
-                                                    "config": {"communication_data_type": "bf16", **LOOSE_CLIP["config"]}},
+    "by layer": BY_LAYER,
+    "by layer, post-validated": {**EARLY, "config": LOOSE_CLIP},
+    "gradients in bf16": {**OVERLAP, "config": BF16},
+    "by layer, post-validated, gradients in bf16": {**EARLY, "config": {**BF16, **LOOSE_CLIP}},
 }
 #: what each option of the overlap adds
 HIDE = {f"ds_fold {schedule} v={v}, {words}": ("ds_fold", {"schedule": schedule, "segments": v, **options})

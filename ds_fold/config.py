@@ -103,7 +103,8 @@ class FoldConfig(DeepSpeedConfigModel):
 
     comm_chunk_bytes: int = Field(CHUNK_BYTES, ge=1024, strict=True)
     """Most bytes of one message of a reduction or gather (gloo; with ZeRO-0 any backend), so that a message between pipeline ranks
-    waits behind one such at most. Each costs 0.1 to 0.6 ms. Where DeepSpeed's wrappers reduce, they send in their own way."""
+    waits behind the two that are in flight at most. Each costs 0.1 to 0.6 ms. Where DeepSpeed's wrappers reduce, they send in their
+    own way."""
 
     optimizer_step: str = "validated"
     """"validated": every rank knows the norm of all gradients before anything is stepped. "post_validated": the early_segments are

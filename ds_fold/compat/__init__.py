@@ -127,8 +127,7 @@ class PipelineModuleBase(_StockModule):
         """What :meth:`_build` would have set, for a module that DeepSpeed's class has built."""
         self.segment_ranges = [(0, len(self.forward_funcs))]
         self.global_layer_indices = list(range(self._local_start, self._local_stop))
-        self.tied_comms = self._index_tied_modules()
-        self._synchronize_tied_weights()
+        self._tie()
 
     def build_again(self, partition_method) -> None:
         """Other cuts for a module that DeepSpeed's class has built: what its constructor does from the cuts on. The process groups
@@ -140,6 +139,9 @@ class PipelineModuleBase(_StockModule):
         self._partition_into_chunks(partition_method)
         self._build()
         self.to(get_accelerator().device_name(self.local_rank))
+        self._tie()
+
+    def _tie(self) -> None:
         self.tied_comms = self._index_tied_modules()
         self._synchronize_tied_weights()
 

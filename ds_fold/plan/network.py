@@ -95,7 +95,7 @@ class Network:
         if j < len(channel.sent):
             self._pair(channel, max(time, channel.sent[j]))
 
-    def launch(self, channel: "Bulk", time: float, size: Tuple[float, float], urgency: int = 0) -> int:
+    def launch(self, channel: Bulk, time: float, size: Tuple[float, float], urgency: int = 0) -> int:
         """A collective of symmetric replicas: all are ready at once. Of those launched the one of lowest ``urgency`` moves,
         and among equals the first. Returns the transfer's number."""
         j = len(channel.ready)
@@ -134,15 +134,27 @@ class Network:
         heapq.heappush(self._events, (time, self._count, channel, channel.version))
 
     def _begin(self, channel: Channel, now: float) -> None:
-        channel.remaining, channel.since, channel.flowing = channel.sizes[len(channel.begun)][0], now, True
+        channel.remaining = channel.sizes[len(channel.begun)][0]
         channel.begun.append(now)
+        self._enter(channel, now)
+
+    def _enter(self, channel: Channel, now: float) -> None:
+        """It becomes active on its ports."""
+        channel.since, channel.flowing, channel.rate = now, True, 0.0
         out, into = channel.out, channel.into
         for place in channel.places:
             place.append(channel)
         if len(out.messages) + len(out.bulk) + len(into.messages) + len(into.bulk) == 2:  # alone, the usual case
             self._set_rate(channel, min(out.rate, into.rate), now)
         else:
-            channel.rate = 0.0
+            self._share(out, into, now)
+
+    def _leave(self, channel: Channel, now: float) -> None:
+        channel.flowing, channel.rate = False, 0.0
+        out, into = channel.out, channel.into
+        for place in channel.places:
+            place.remove(channel)
+        if out.messages or out.bulk or into.messages or into.bulk:
             self._share(out, into, now)
 
     def _finish(self, channel: Channel, now: float) -> List:
@@ -154,33 +166,24 @@ class Network:
             channel.begun.append(now)
             self._schedule(channel, now + channel.remaining / channel.rate)
         else:
-            channel.flowing, channel.rate = False, 0.0
-            out, into = channel.out, channel.into
-            for place in channel.places:
-                place.remove(channel)
-            if out.messages or out.bulk or into.messages or into.bulk:
-                self._share(out, into, now)
+            self._leave(channel, now)
             if following:
                 self._schedule(channel, channel.ready[j + 1])
         waiting, channel.parked = channel.parked, []
         return waiting
 
-    def _arrive(self, bulk: "Bulk", j: int, now: float) -> None:
+    def _arrive(self, bulk: Bulk, j: int, now: float) -> None:
         """A launched transfer joins those that wait, or takes the place of a less urgent one."""
         heapq.heappush(bulk.waiting, (bulk.urgencies[j], j, bulk.sizes[j][0]))
         if not bulk.flowing:
             self._take_up(bulk, now)
-            bulk.flowing = True
-            for place in bulk.places:
-                place.append(bulk)
-            bulk.rate = 0.0
-            self._share(bulk.out, bulk.into, now)
+            self._enter(bulk, now)
         elif bulk.waiting[0] < (bulk.urgencies[bulk.current], bulk.current):
             left = max(0.0, bulk.remaining - bulk.rate * (now - bulk.since))
             heapq.heappush(bulk.waiting, (bulk.urgencies[bulk.current], bulk.current, left))
             self._take_up(bulk, now)
 
-    def _take_up(self, bulk: "Bulk", now: float) -> None:
+    def _take_up(self, bulk: Bulk, now: float) -> None:
         """Go on with the most urgent transfer that waits."""
         _, bulk.current, bulk.remaining = heapq.heappop(bulk.waiting)
         bulk.since = now
@@ -189,15 +192,12 @@ class Network:
         if bulk.rate > 0:
             self._schedule(bulk, now + bulk.remaining / bulk.rate)
 
-    def _finish_bulk(self, bulk: "Bulk", now: float) -> List:
+    def _finish_bulk(self, bulk: Bulk, now: float) -> List:
         bulk.ends[bulk.current] = now + bulk.sizes[bulk.current][1]
         if bulk.waiting:
             self._take_up(bulk, now)
         else:
-            bulk.flowing, bulk.rate = False, 0.0
-            for place in bulk.places:
-                place.remove(bulk)
-            self._share(bulk.out, bulk.into, now)
+            self._leave(bulk, now)
         waiting, bulk.parked = bulk.parked, []
         return waiting
 

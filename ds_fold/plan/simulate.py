@@ -32,6 +32,7 @@ from ..schedule.actions import (
     F,
     Program,
 )
+from ..schedule.sharding import gather_urgency
 from .costs import Cluster, Costs, Exchange, LayerCosts, PlanError
 from .memory import States
 from .network import Bulk, Channel, Network, Port
@@ -62,7 +63,7 @@ class _Rank:
         self.tie_out = self.tie_in = None
         self.tie_size = (0.0, 0.0)
         self.bulk = bulk
-        self.waits_within = program.shard_params  # a batch waits for the gathers that it launches
+        self.shards = program.shard_params
         #: segment -> (when it is used in a forward, number in the bulk channel) of the parts of its latest gather, of this step or
         #: of the one before, that have not been waited for
         self.gathers: Dict[int, List[Tuple[float, int]]] = {}
@@ -228,7 +229,7 @@ def _step_segment(sim: _Simulation, me: _Rank, k: int) -> bool:
 
 def _gather(sim: _Simulation, me: _Rank, k: int) -> bool:
     if me.gather_parts[k]:
-        urgency = -1 if me.waits_within else 1 + k
+        urgency = gather_urgency(k, me.shards)
         me.gathers[k] = [(lead_s, sim.network.launch(me.bulk, me.clock, size, urgency)) for lead_s, size in me.gather_parts[k]]
     return True
 

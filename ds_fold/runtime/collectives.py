@@ -18,7 +18,6 @@ A thread for each transfer, which sleeps in gloo most of the time, posts a chunk
 
 import atexit
 import threading
-import weakref
 from collections import deque
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -29,6 +28,8 @@ import torch.distributed as dist
 CHUNK_BYTES = 1 << 20
 #: rounds of messages that a transfer has in flight: one moves while the end of the other is noticed
 ROUNDS = 2
+#: exchanges are numbered in the order of their launches, and messages carry the number, so that several may be in flight
+TAGS = 1 << 30
 #: how long a process that ends lets its transfers finish
 EXIT_S = 5
 
@@ -85,6 +86,7 @@ class _Turns:
         self._joined = 0
 
     def join(self, urgency: int) -> Tuple[int, int]:
+        """A ticket: the urgency, and the transfer's number in the order of launches."""
         with self._changed:
             self._joined += 1
             self._waiting.append((urgency, self._joined))
@@ -103,11 +105,12 @@ class _Turns:
 class _Exchange(threading.Thread):
     """Rounds of messages, of which :data:`ROUNDS` are in flight."""
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, rounds: List[_Round], turns: _Turns, urgency: int):
-        super().__init__(name=f"exchange {tag}", daemon=True)
-        self._group, self._tag, self._rounds, self._turns = group, tag, rounds, turns
+    def __init__(self, group: dist.ProcessGroup, rounds: List[_Round], turns: _Turns, urgency: int):
+        super().__init__(daemon=True)
+        self._group, self._rounds, self._turns = group, rounds, turns
         self._error: Optional[BaseException] = None
         self._ticket = turns.join(urgency)  # here: launches have an order
+        self._tag = self._ticket[1] % TAGS
         self.start()
 
     def run(self) -> None:
@@ -142,10 +145,12 @@ class _Exchange(threading.Thread):
             raise self._error
 
 
-def _call_if_alive(method: weakref.WeakMethod) -> None:
-    bound = method()
-    if bound is not None:
-        bound()
+@atexit.register
+def _finish_exchanges() -> None:
+    """A thread that returns from gloo to an interpreter that is gone would end the process with an error."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _Exchange):
+            thread.join(EXIT_S)
 
 
 def duplicate_group(group: Optional[dist.ProcessGroup], backend: Optional[str] = None):
@@ -184,10 +189,7 @@ class Replicas:
         self._ranks = dist.get_process_group_ranks(group)
         self._group = duplicate_group(group) if self.size > 1 else None
         self.pairwise = self.size > 1 and dist.get_backend(group) == "gloo"
-        self._turns, self._launched = _Turns(), 0
-        self._in_flight: List[_Exchange] = []
-        if self.pairwise:
-            atexit.register(_call_if_alive, weakref.WeakMethod(self._finish_at_exit))
+        self._turns = _Turns()
 
     def part(self, flat: torch.Tensor, rank: Optional[int] = None) -> torch.Tensor:
         """The ``rank``-th (default: this rank's) of ``size`` equal parts of a flat tensor, as a view."""
@@ -254,24 +256,12 @@ class Replicas:
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             pieces = zip(map(_bytes, self._chunks(outgoing(to))), map(_bytes, self._chunks(incoming(source))))
             rounds += [_Round(to, sent, source, received) for sent, received in pieces]
-        self._launched += 1
-        exchange = _Exchange(self._group, self._launched % _TAGS, rounds, self._turns, urgency)
-        self._in_flight = [other for other in self._in_flight if other.is_alive()] + [exchange]
-        return [exchange]
-
-    def _finish_at_exit(self) -> None:
-        """A thread that returns from gloo to an interpreter that is gone would end the process with an error."""
-        for exchange in self._in_flight:
-            exchange.join(EXIT_S)
+        return [_Exchange(self._group, rounds, self._turns, urgency)]
 
     def destroy(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-
-#: each exchange's messages carry a number, so that two may be in flight in any order
-_TAGS = 1 << 30
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

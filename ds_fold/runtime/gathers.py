@@ -7,6 +7,7 @@ from typing import Dict, Iterable, List, Optional, Set
 import torch
 import torch.distributed as dist
 
+from ..schedule.sharding import gather_urgency
 from .buckets import Bucket
 from .collectives import Replicas
 
@@ -45,8 +46,7 @@ class ParameterGathers:
             if bucket not in wanted or not bucket.sharded or self.replicas.size == 1:
                 continue
             if not bucket.releases:
-                # behind the reductions that are still to come, and before the gathers of what is used later
-                bucket.gather = self.replicas.all_gather(bucket.flat, urgency=1 + bucket.key.segment)
+                bucket.gather = self.replicas.all_gather(bucket.flat, gather_urgency(bucket.key.segment, within=False))
             elif bucket.whole:  # with old parameters
                 bucket.free()
 
@@ -72,7 +72,7 @@ class ParameterGathers:
         for bucket in self._end_with[k]:
             if not bucket.whole:
                 bucket.fill()
-                bucket.gather = self.replicas.all_gather(bucket.flat, urgency=-1)  # this batch's next sweep waits for it
+                bucket.gather = self.replicas.all_gather(bucket.flat, gather_urgency(k, within=True))
         self.peak_full_parameter_bytes = max(self.peak_full_parameter_bytes, self.full_parameter_bytes)
 
     @torch.no_grad()

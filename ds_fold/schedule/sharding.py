@@ -17,6 +17,12 @@ from .actions import GATHER, RELEASE, WAIT_GATHER, Action
 WHOLE_SEGMENTS = 2
 
 
+def gather_urgency(segment: int, within: bool) -> int:
+    """Whose turn on the wire it is, lower first; a reduction's is 0. ``within``: the batch that launches the gather waits for it,
+    as where parameters are sharded; else it stands behind the reductions, in the order of first use."""
+    return -1 if within else 1 + segment
+
+
 def gathers_and_releases(order: Sequence[Action], v: int, ahead: bool) -> Tuple[List[List[Action]], List[Action]]:
     """For a rank's compute order: the actions before each of its entries, and those after the last.
 
