@@ -17,8 +17,9 @@ from compare import ALL
 from setting import Setting
 
 from ds_fold.config import FoldConfig
-from ds_fold.plan import Cluster, Costs, Link, simulate
-from ds_fold.plan.costs import LayerCosts
+from ds_fold.partition import partition_uniform
+from ds_fold.plan import Cluster, Link, Profile, simulate
+from ds_fold.plan.memory import reduced_bytes
 
 #: share of the rate that headers leave, and the latency of a message (lab_check.py measures both)
 PAYLOAD, LATENCY_S = 0.956, 3e-4
@@ -29,20 +30,18 @@ def step_s(measured: Dict[str, Any], name: str, overhead_s: float, communicates:
     kind, options = ALL[name]
     if kind not in ("ds_fold", "deepspeed"):
         return None
-    options = {key: value for key, value in options.items() if key != "config"}
-    zero = options.pop("zero", 0)
-    fold, s = FoldConfig(**options), Setting(**measured["setting"])
-    lab, v = measured["lab"], fold.segments
+    options = dict(options)
+    zero, config = options.pop("zero", 0), options.pop("config", {})
+    fold, s, lab = FoldConfig(**options), Setting(**measured["setting"]), measured["lab"]
     cluster = Cluster(hosts=lab["hosts"], ranks_per_host=lab["ranks_per_host"], collective="pairwise",
                       inter_host=Link(gbit_per_s=PAYLOAD * lab["rate_mbit"] / 1000, latency_s=LATENCY_S),
                       intra_host=Link(gbit_per_s=30, latency_s=5e-5))
-    per_chunk = s.layers // (v * s.P)
-    costs = Costs.uniform(s.P, v, s.forward_s * per_chunk, boundary_bytes=s.activation_bytes,
-                          trainable_bytes=s.parameter_bytes / v, overhead_s=overhead_s)
-    layer = LayerCosts(s.forward_s, 2 * s.forward_s, s.parameter_bytes / v / per_chunk)
-    costs = costs._replace(layers=[[layer] * per_chunk] * (v * s.P))
-    return simulate(fold.train_program(s.P, s.M, zero), costs, cluster, D=s.D, zero_stage=zero,
-                    by_layer=fold.overlap_grad_reduce == "layer", data_parallel=communicates).step_s
+    profile = Profile.uniform(s.layers, s.forward_s, parameter_bytes=s.parameter_bytes * s.P / s.layers,
+                              activation_bytes=s.activation_bytes, overhead_s=overhead_s)
+    cuts = fold.partition if isinstance(fold.partition, list) else partition_uniform(s.layers, fold.segments * s.P)
+    return simulate(fold.train_program(s.P, s.M, zero), profile.costs(cuts, s.P), cluster, D=s.D, zero_stage=zero,
+                    by_layer=fold.overlap_grad_reduce == "layer", data_parallel=communicates,
+                    reduced=reduced_bytes(config)).step_s
 
 
 def fitted(measured: Dict[str, Any]) -> float:
@@ -66,7 +65,7 @@ def main() -> None:
                   "| | measured ms | predicted ms | error | no overhead |\n|---|---|---|---|---|")
             for row in measured["rows"]:
                 bare = step_s(measured, row["name"], 0.0, True)
-                if bare is None or "bf16" in row["name"]:
+                if bare is None:
                     continue
                 real, predicted = row["step_s"][0], step_s(measured, row["name"], overhead, True)
                 errors.append(predicted / real - 1)

@@ -36,9 +36,9 @@ class Bounds:
 
     def __init__(self, program: op.Program, profile: Profile, cluster: Cluster, D: int, zero_stage: int,
                  stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True,
-                 states: Optional[States] = None, priority: bool = False):
+                 states: Optional[States] = None, priority: bool = False, reduced: float = 1.0):
         self.program, self.profile, self.cluster, self.D, self.zero_stage = program, profile, cluster, D, zero_stage
-        self.by_layer, n = by_layer, len(profile.layers)
+        self.by_layer, self.reduced, n = by_layer, reduced, len(profile.layers)
         plain, every = profile.costs(range(n + 1), 1), profile.costs(range(n + 1), 1, range(n))
         #: by layer, the head apart
         head = profile.head
@@ -185,12 +185,11 @@ class Bounds:
                 shared = 1 if same else min(self.D, cluster.ranks_per_host)
                 links[r, step] = shared / link.rate, link.latency_s
         clock = np.zeros((P, count))
-        wire, delay = self._transfer(chunks.trainable_bytes)
-        gather_wire, gather_delay = wire, delay
+        wire, delay = self._transfer(self.reduced * chunks.trainable_bytes)
+        gathered_bytes = chunks.trainable_bytes.copy()
         if self.program.shard_params:
-            shardable = chunks.trainable_bytes.copy()
-            shardable[[0, -1]] -= profile.tied_bytes
-            gather_wire, gather_delay = self._transfer(shardable)
+            gathered_bytes[[0, -1]] -= profile.tied_bytes
+        gather_wire, gather_delay = self._transfer(gathered_bytes)
         step_s = profile.step_s_per_byte * chunks.trainable_bytes / (self.D if self.zero_stage else 1)
         rank_step_s = [step_s[r::P].sum(axis=0) for r in range(P)]
         agreement_s = cluster.agreement_s(P * self.D)
@@ -207,8 +206,8 @@ class Bounds:
             for r, actions in enumerate(self.program.ranks):
                 end = late_s[r] - slowest_s - agreement_s
                 for k in self._left_gathering(actions):
-                    end = end + wire[k * P + r]
-                    gathered[r, k] = end + delay[k * P + r]
+                    end = end + gather_wire[k * P + r]
+                    gathered[r, k] = end + gather_delay[k * P + r]
         free: Dict[Tuple[int, str], Any] = {}
         arrivals: Dict[Tuple[int, str], List[np.ndarray]] = {
             (r, kind): [] for r in range(P) for kind in (op.SEND_ACT, op.SEND_GRAD)}
@@ -271,7 +270,8 @@ class Bounds:
             elif kind == op.WAIT_GATHER and (r, k) in gathered:
                 end = gathered[r, k]
                 if self.by_layer and k == 0 and agreed is None and not self.program.shard_params:
-                    end = end - delay[s] - chunks.forward_s[s]  # each layer waits for its own: the last one, late in the forward
+                    # each layer waits for its own: the last one, late in the forward
+                    end = end - gather_delay[s] - chunks.forward_s[s]
                 np.maximum(now, end, out=now)
         return clock.max(axis=0) + agreement_s
 
@@ -289,7 +289,7 @@ class Bounds:
         """Seconds from the end of segment 0's last backward to the end of its reduction by layers, at least."""
         first, last = cuts[:, r], cuts[:, r + 1]
         rows = np.arange(len(cuts))
-        wire = _running(self.trainable) * self.wire
+        wire = _running(self.trainable) * self.wire * self.reduced
         # a layer leaves when the layers below it have their backwards to do; after it leave those
         latest = np.zeros(len(cuts))
         for i in range(int(first.min()), int(last.max())):

@@ -17,11 +17,11 @@ class Exchange(NamedTuple):
 
     Attributes:
         states: bytes per byte of trainable parameters.
-        reductions: 1, or 2 for an all-reduce.
+        reductions: bytes that are reduced per byte of trainable parameters; twice that for an all-reduce.
         reduce_hidden, gathers, gather_hidden: as the program has them.
     """
     states: States
-    reductions: int
+    reductions: float
     reduce_hidden: bool
     gathers: bool
     gather_hidden: bool
@@ -30,7 +30,8 @@ class Exchange(NamedTuple):
     def of(cls, options: Dict[str, Any], overlap: Overlap) -> "Exchange":
         """Of ``simulate``'s options and a program's overlap."""
         whole = options["zero_stage"] == 0 or options["stock_optimizer"]
-        return cls(options["states"], 2 if whole else 1, overlap.reduce, options["zero_stage"] > 0, overlap.gather)
+        return cls(options["states"], (2 if whole else 1) * options["reduced"], overlap.reduce, options["zero_stage"] > 0,
+                   overlap.gather)
 
 
 class ClosedForms:

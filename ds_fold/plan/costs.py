@@ -222,7 +222,7 @@ class Layer(_Model):
     backward_s: NonNegativeFloat
     parameter_bytes: NonNegativeFloat
     trainable_bytes: NonNegativeFloat
-    """Of gradients as they travel between replicas: without frozen parameters, in the communication dtype."""
+    """Of ``parameter_bytes``, without those of frozen parameters."""
     parameter_count: Optional[NonNegativeInt] = None
     trainable_count: Optional[NonNegativeInt] = None
     activation_bytes: NonNegativeFloat

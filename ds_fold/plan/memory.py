@@ -82,7 +82,7 @@ class States(NamedTuple):
         half = half_precision(config)
         b = 2 if half else 4
         a = _ITEMSIZE.get(str((config.get("data_types") or {}).get("grad_accum_dtype")).lower(), b)
-        w = _ITEMSIZE.get(str(config.get("communication_data_type")).lower(), b)
+        w = b * reduced_bytes(config)
         state = 4 * _states_per_parameter(config.get("optimizer") or {})
         if not owned:
             whole = zero_stage == 0 and half in (None, "fp16")
@@ -101,6 +101,12 @@ class States(NamedTuple):
         return cls(a / b, (master + state) / parts / b, reducing / b, reduced / b, (4 + state) / parts / b,
                    "reduction" if zero_stage == 2 else "always",
                    1 / D if (config.get("ds_fold") or {}).get("shard_params") and D > 1 else None)
+
+
+def reduced_bytes(config: Dict[str, Any]) -> float:
+    """Bytes in which a gradient travels, per byte of its parameter."""
+    b = 2 if half_precision(config) else 4
+    return _ITEMSIZE.get(str(config.get("communication_data_type")).lower(), b) / b
 
 
 def half_precision(config: Dict[str, Any]) -> Optional[str]:

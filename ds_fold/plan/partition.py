@@ -218,9 +218,11 @@ def _beam(chain: Chain, cuts: Optional[Cuts], recompute: Optional[FrozenSet[int]
     best = _simulate_best(chain, seen, left // 2)
     # where contention decides, the bounds do not: go on around what the simulator finds best
     left -= left // 2
-    while left > 0 and best not in around:
+    simulated = set()  # whose neighbours are, as far as their bounds allow
+    while left > 0 and best not in simulated:
         before = len(chain.simulated)
         expand([best])
+        simulated.add(best)
         again = _simulate_best(chain, around[best], left)
         left -= max(1, len(chain.simulated) - before)
         best = min(best, again, key=lambda candidate: chain.score(*candidate))
@@ -242,7 +244,7 @@ def _simulate_best(chain: Chain, candidates: Iterable[Candidate], most: float) -
 
 def _neighbours(chain: Chain, candidate: Candidate, move_cuts: bool, move_layers: bool) -> List[Candidate]:
     cuts, chosen = candidate
-    found = [(other, chosen) for other in _moves(cuts)] if move_cuts else []
+    found = [(other, chosen) for other in _moves(cuts, chain.program.P)] if move_cuts else []
     if move_layers:
         found += [(cuts, level) for level in chain.recompute_at(cuts)]
         found += [(cuts, chosen ^ {i}) for i in range(len(chain.profile.layers))]
@@ -269,12 +271,16 @@ def starts(chain: Chain, recompute: FrozenSet[int]) -> List[Cuts]:
     return list(dict.fromkeys(map(tuple, cuts)))
 
 
-def _moves(cuts: Cuts) -> Iterator[Cuts]:
-    """Each cut by one to three layers, and runs of neighbouring cuts by one layer."""
+def _moves(cuts: Cuts, P: int) -> Iterator[Cuts]:
+    """Each cut by one to three layers, and by one layer runs of neighbouring cuts, or all between two chunks of a rank: its layers
+    stay as many, and the first segment, whose communication little hides, becomes thinner on it."""
     last = len(cuts) - 1
     for step in (1, -1, 2, -2, 3, -3):
         for first in range(1, last):
-            for stop in range(first + 1, min(last, first + RUN) + 1 if abs(step) == 1 else first + 2):
+            stops = range(first + 1, min(last, first + RUN) + 1 if abs(step) == 1 else first + 2)
+            if abs(step) == 1:
+                stops = sorted({*stops, *range(first + P, last + 1, P)})
+            for stop in stops:
                 if cuts[first - 1] < cuts[first] + step and cuts[stop - 1] + step < cuts[stop]:
                     yield (*cuts[:first], *(cut + step for cut in cuts[first:stop]), *cuts[stop:])
 

@@ -3,7 +3,7 @@
 from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
 
 from .costs import Cluster, PlanError, Profile
-from .memory import States, half_precision
+from .memory import States, half_precision, reduced_bytes
 from .partition import Chain, check_memory, free_cluster, search
 
 #: of recompute "auto" without an objective's partition
@@ -21,7 +21,7 @@ def simulation_options(config: Dict[str, Any], fold, zero_stage: int, D: int) ->
     """What :func:`~ds_fold.plan.simulate.simulate` has to know of a ds_config and its typed ``ds_fold`` block."""
     own = fold.owns_optimizer(zero_stage, half_precision(config) is not None)
     return {"D": D, "zero_stage": zero_stage, "stock_optimizer": not own, "by_layer": fold.overlap_grad_reduce == "layer",
-            "states": States.of_config(config, zero_stage, D, own)}
+            "states": States.of_config(config, zero_stage, D, own), "reduced": reduced_bytes(config)}
 
 
 def load_profile(fold, check: Callable[[Profile], None] = lambda profile: None, micro_batch_size: Optional[int] = None) -> Profile:

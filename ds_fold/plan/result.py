@@ -1,6 +1,7 @@
 """What a simulation found: one step of the steady state, as numbers per rank and as a timeline."""
 
 from functools import cached_property
+from statistics import fmean
 from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from ..events import COMPUTE, DATA_PARALLEL, PIPELINE, WAITING, Event, Timeline
@@ -77,16 +78,16 @@ class Result:
 
     Attributes:
         program, costs, D, zero_stage, states: what was simulated.
-        steps_s: time of every simulated step; the last is the steady state's.
-        step_s: the last of them.
-        records: per pipeline rank.
+        steps_s: time of every simulated step.
+        step_s: mean of the last ``period`` of them, which repeat.
+        records: per pipeline rank, of the last one.
     """
 
     def __init__(self, program: Program, costs: Costs, D: int, zero_stage: int, steps_s: List[float], records: List[Record],
-                 states: Optional[States] = None):
+                 states: Optional[States] = None, period: int = 1):
         self.program, self.costs, self.D, self.zero_stage = program, costs, D, zero_stage
         self.states = states or States.usual(costs.optimizer_bytes_per_byte, D, zero_stage, program.shard_params)
-        self.steps_s, self.step_s, self.records = steps_s, steps_s[-1], records
+        self.steps_s, self.step_s, self.records = steps_s, fmean(steps_s[-period:]), records
 
     @property
     def bubble_fraction(self) -> float:
@@ -163,7 +164,7 @@ class Result:
                 elif a.op in WAITS:
                     mine.append((WAITING, str(a), start, end, 0))
             events += [Event(r * D + d, *event) for d in range(D) for event in mine if event[3] > event[2]]
-        return Timeline(title, P, D, self.program.v, self.program.M, events, [0.0, self.step_s],
+        return Timeline(title, P, D, self.program.v, self.program.M, events, [0.0, self.steps_s[-1]],
                         {"bubble fraction": self.bubble_fraction, "hidden": self.hidden})
 
 

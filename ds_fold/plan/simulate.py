@@ -272,8 +272,9 @@ HANDLERS: Dict[str, Callable[[_Simulation, _Rank, int], bool]] = {
 
 def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_stage: int = 1, priority: bool = False,
              stock_optimizer: bool = False, by_layer: bool = False, data_parallel: bool = True,
-             states: Optional[States] = None) -> Result:
-    """Run ``program`` step after step until one leaves the network as it found it: all steps from there on are like it.
+             states: Optional[States] = None, reduced: float = 1.0) -> Result:
+    """Run ``program`` step after step until one leaves the network as an earlier one did: those between repeat from there on.
+    Steps that do not repeat in :data:`MOST_STEPS` are averaged over the later half.
 
     Args:
         program: one that ``verify`` accepts.
@@ -289,9 +290,10 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
         data_parallel: False leaves out reductions and gathers: what the schedule alone takes.
         states: what memory holds per parameter. Default: gradients as large as parameters, and the profile's optimizer state, a
             D-th of it with ZeRO.
+        reduced: bytes of a gradient as it is reduced, per byte of its parameter, as which it is gathered.
 
     Raises:
-        PlanError: program, costs and cluster do not belong together, the program deadlocks, or steps do not repeat.
+        PlanError: program, costs and cluster do not belong together, or the program deadlocks.
     """
     P, v = program.P, program.v
     if (costs.P, len(costs.forward_s)) != (P, v * P):
@@ -317,28 +319,30 @@ def simulate(program: Program, costs: Costs, cluster: Cluster, D: int = 1, zero_
             me.step_s.append(costs.optimizer_s(s, D, zero_stage))
             at_once = [LayerCosts(0.0, 0.0, costs.trainable_bytes[s])]
             layers = costs.layers[s] if by_layer and k == 0 else at_once
-            parts = [exchange_of(layer.trainable_bytes) for layer in layers]
+            parts = [exchange_of(reduced * layer.trainable_bytes) for layer in layers]
             before_s = accumulate((layer.backward_s for layer in layers), initial=0.0)
-            reduced = [(lead_s, part.twice() if whole else part) for lead_s, part in zip(before_s, parts) if part.bytes]
-            me.reductions.append(reduced[::-1])  # the last layer's backward is first
+            reductions = [(lead_s, part.twice() if whole else part) for lead_s, part in zip(before_s, parts) if part.bytes]
+            me.reductions.append(reductions[::-1])  # the last layer's backward is first
             if not ahead:
                 gathered = costs.shardable_bytes(s) if program.shard_params else costs.trainable_bytes[s]
-                layers, parts = at_once, [exchange_of(gathered)]
+                layers = [LayerCosts(0.0, 0.0, gathered)]
+            parts = [exchange_of(layer.trainable_bytes) for layer in layers]
             before_s = accumulate((layer.forward_s for layer in layers), initial=0.0)
             me.gather_parts.append([(lead_s, part) for lead_s, part in zip(before_s, parts) if part.bytes and zero_stage])
         before = me.actions[me.actions.index(Action(REDUCE, 0)) - 1].op if by_layer else B
         if before not in (B, SEND_GRAD):
             raise PlanError("by_layer needs a program that launches a segment's reduction right after its last backward")
     simulation = _Simulation(ranks, network, cluster.agreement_s(P * D))
-    begin, steps, left = 0.0, [], [[] for _ in ranks]
+    begin, steps, seen = 0.0, [], [[[] for _ in ranks]]
     while True:
         end = simulation.step()
         steps.append(end - begin)
-        found, left = left, [_in_flight(me.bulk, end) for me in ranks]
-        if _alike(found, left, TOLERANCE * steps[-1]):
-            return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks], states)
-        if len(steps) == MOST_STEPS:
-            raise PlanError(f"steps do not repeat after {MOST_STEPS}: {steps}")
+        left = [_in_flight(me.bulk, end) for me in ranks]
+        period = next((i for i, before in enumerate(reversed(seen), 1) if _alike(before, left, TOLERANCE * steps[-1])), None)
+        if period or len(steps) == MOST_STEPS:
+            return Result(program, costs, D, zero_stage, steps, [_record(me, begin, end) for me in ranks], states,
+                          period or MOST_STEPS // 2)
+        seen.append(left)
         begin = end
         simulation.runnable.clear()
         for me in ranks:

@@ -34,7 +34,7 @@ def random_chain(g, shape, objective, **limits):
     program = lower(compute_order(schedule, P, v, 4), v, 4, overlap=overlap)
     stages = [1, 2] if overlap.shard else [0, 1, 2]
     return lambda profile: Chain(program, profile, cluster, objective, D=g.choice([1, 2]), zero_stage=g.choice(stages),
-                                 by_layer=overlap.reduce and not overlap.early and g.random() < 0.5)
+                                 by_layer=overlap.reduce and not overlap.early and g.random() < 0.5, reduced=g.choice([0.5, 1.0]))
 
 
 @pytest.mark.parametrize("seed,shape", enumerate(SHAPES), ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x))
@@ -53,6 +53,21 @@ def test_the_best_of_all_cuts_is_found(seed, shape):
         best = min(scores).value
         assert search(chain, recompute=recompute)[2].value <= 1.02 * best
         assert search(chain, recompute=recompute, complete=0)[2].value <= 1.03 * best
+
+
+def test_the_first_segment_is_thinner_where_nothing_hides_its_communication():
+    """On the first ranks, which drain last and fill first: their reductions and gathers have no bubble to hide behind."""
+    P, v, layers = 4, 8, 64
+    program = lower(compute_order("aiao", P, v, 8), v, 8, overlap=Overlap(reduce=True, gather=True))
+    cluster = Cluster(hosts=8, collective="pairwise", inter_host=Link(bytes_per_s=3e7, latency_s=3e-4))
+    profile = Profile.uniform(layers, 0.01, parameter_bytes=3.4e6, activation_bytes=32768)
+    chain = Chain(program, profile, cluster, "throughput", D=2, by_layer=True)
+    cuts, _, score = search(chain, recompute=frozenset())
+    sizes = [b - a for a, b in zip(cuts, cuts[1:])]
+    assert sizes == [1, 1, 2, 2, *[2] * 24, 3, 3, 2, 2]
+    equal, thin = (chain.score([0, *itertools.accumulate(each)], frozenset()).step_s
+                   for each in ([2] * 32, [1] * 4 + [2] * 24 + [3] * 4))
+    assert score.step_s < 0.98 * min(equal, thin)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

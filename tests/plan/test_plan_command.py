@@ -38,10 +38,13 @@ def model(layers, seed=0, **more):
 def simulated(block, config, zero, P, D, M, size, profile, cluster, cuts, recompute):
     """(step_s, peak bytes of each rank) of a block; the profile is of one sample."""
     fold = FoldConfig(**block)
-    own = fold.owns_optimizer(zero, "bf16" in config)
+    precision = "bf16" if "bf16" in config else "fp32"
+    own = fold.owns_optimizer(zero, precision == "bf16")
     result = simulate(fold.train_program(P, M, zero), profile.scaled(size).costs(cuts, P, recompute), cluster, D, zero,
                       stock_optimizer=not own, by_layer=fold.overlap_grad_reduce == "layer",
-                      states=States.of_config(config, zero, D, own))
+                      states=States.of_config(config, zero, D, own),
+                      reduced={"fp32": 4, "bf16": 2}[config.get("communication_data_type", precision)]
+                      / {"fp32": 4, "bf16": 2}[precision])
     return result.step_s, [max(held for _, held in result.memory(r)) for r in range(P)]
 
 
@@ -101,7 +104,7 @@ def test_bounds_are_never_above_the_simulation():
                                                                                                   latency_s=g.choice([0, 1e-3])),
                           collective=g.choice(["ring", "hierarchical", "pairwise"]))
         config = {"train_batch_size": g.choice([12, 24]), "optimizer": {"type": g.choice(["Adam", "SGD"])},
-                  **g.choice([{}, {"bf16": {"enabled": True}}])}
+                  **g.choice([{}, {"bf16": {"enabled": True}}]), **g.choice([{}, {"communication_data_type": "bf16"}])}
         planner = Planner(config, [profile], cluster, "throughput")
         every, _ = candidates(cluster, n, config["train_batch_size"], True)
         for c in g.sample(every, min(8, len(every))):

@@ -123,18 +123,36 @@ def test_gathers_are_paid_for_in_the_next_step():
     assert {t.action: t[1:4] for t in result.records[0].transfers} == {action: pytest.approx(t) for action, t in expected.items()}
 
 
+def test_gradients_of_half_the_size_are_reduced_in_half_the_time_and_gathered_in_the_same():
+    """As above, with reductions of 1.5 s: R1 [4,5.5] R0 [6,7.5]; G0 [7.5,10.5] G1 [10.5,13.5]; F1 waits for
+    that, R0 ends at 20."""
+    costs = Costs.uniform(1, 2, 1.0, trainable_bytes=6.0)
+    result = simulate(program("aiao", 1, 2, 1, overlap=ALL), costs, network(1.0), D=2, reduced=0.5)
+    assert result.steps_s == pytest.approx([7.5, 12.5]) and result.ranks[0].transfer_s == pytest.approx(6 + 3)
+
+
 @pytest.mark.parametrize("overlap,P,v,M", [(ALL, 2, 2, 3), (ALL, 4, 4, 8), (Overlap(), 2, 2, 3), (Overlap(gather=True), 3, 2, 4)])
 def test_the_step_that_is_reported_repeats(monkeypatch, overlap, P, v, M):
     whole = program("aiao", P, v, M, overlap=overlap)
     arguments = (whole, Costs.uniform(P, v, 1.0, boundary_bytes=2.0, trainable_bytes=9.0), network(3.0, 0.01), 2)
     found = simulate(*arguments)
-    answers = [False] * 7 + [True]
-    monkeypatch.setattr(import_module("ds_fold.plan.simulate"), "_alike", lambda *_: answers.pop(0))
+    monkeypatch.setattr(import_module("ds_fold.plan.simulate"), "_alike", lambda *_: False)
     longer = simulate(*arguments)
+    assert len(longer.steps_s) == 20 and longer.step_s == pytest.approx(sum(longer.steps_s[10:]) / 10)
     last = len(found.steps_s) - 1
-    assert longer.steps_s[:last + 1] == found.steps_s and longer.steps_s[last:] == pytest.approx([found.step_s] * (8 - last))
+    assert longer.steps_s[:last + 1] == found.steps_s and longer.steps_s[last:] == pytest.approx([found.step_s] * (20 - last))
     assert found.hidden == pytest.approx(longer.hidden) and found.ranks[0].waits_s == pytest.approx(longer.ranks[0].waits_s)
     assert (last == 0) != overlap.gather  # gathers that are deferred are not there in the first step
+
+
+def test_steps_that_repeat_in_pairs_are_found():
+    """Unequal chunks, gradients of half the size: what one step leaves on the network for the next is not what that one leaves."""
+    whole = program("aiao", 4, 4, 8, overlap=Overlap(True, True, early=frozenset({1, 2, 3})))
+    profile = Profile.uniform(32, 0.02, parameter_bytes=7698432.0, activation_bytes=32768.0)
+    cluster = Cluster(hosts=8, collective="pairwise", inter_host=Link(gbit_per_s=0.1195, latency_s=3e-4))
+    cuts = [0, 1, 2, 3, 5, 7, 9, 12, 14, 16, 18, 20, 22, 25, 28, 30, 32]
+    result = simulate(whole, profile.costs(cuts, 4), cluster, D=2, by_layer=True, reduced=0.5)
+    assert len(result.steps_s) < 20 and result.step_s == pytest.approx(sum(result.steps_s[-2:]) / 2)
 
 
 @pytest.mark.parametrize("zero_stage,stock,exchanges", [(0, True, 2), (1, True, 3), (1, False, 2), (2, False, 2)])
