@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as stock_schedule
+from deepspeed.utils import groups
 from emulated import EmulatedLayer, Live, batch_of
 from setting import Setting
 from torch import nn
@@ -60,6 +61,7 @@ class EngineContender(Contender):
     def __init__(self, setting: Setting, module: Callable, initialize: Callable, zero: int = 0,
                  partition_method: str = "uniform", **more):
         super().__init__(setting)
+        self._groups_before = set(dist.distributed_c10d._world.pg_map)
         self.config = config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": setting.M,
@@ -86,7 +88,11 @@ class EngineContender(Contender):
         self.engine.train_batch(self.data)
 
     def close(self) -> None:
+        """Process groups go, too: each idle gloo group wakes up a hundred times a second."""
         self.engine.destroy()
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group not in self._groups_before]:
+            dist.destroy_process_group(group)
+        groups._WORLD_GROUP = None  # which DeepSpeed keeps
 
     def layers(self):
         return [layer for layer in self.engine.module.modules() if isinstance(layer, EmulatedLayer)]
