@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -68,11 +69,25 @@ OPTIONS = {
 HIDE = {f"ds_fold {schedule} v={v}, {words}": ("ds_fold", {"schedule": schedule, "segments": v, **options})
         for schedule in ("interleaved_1f1b", "aiao") for v in (4, 8) for words, options in OPTIONS.items()
         if schedule == "aiao" or words in ("overlapped", "by layer, post-validated")}
+
+
+def planned(name: str, first: List[int], last: List[int]) -> Dict[str, Any]:
+    """With two layers a chunk but in the first and the last segment: what partition {"method": "throughput"} finds for the case."""
+    kind, options = HIDE[name]
+    sizes = first + [2] * 4 * (options["segments"] - 2) + last
+    return {f"{name}, planned": (kind, {**options, "partition": [0, *accumulate(sizes)]})}
+
+
+PLANNED = {
+    **planned("ds_fold aiao v=4, by layer, post-validated", [2, 2, 3, 3], [2, 2, 1, 1]),
+    **planned("ds_fold aiao v=4, by layer, post-validated, gradients in bf16", [1, 2, 2, 2], [3, 2, 2, 2]),
+    **planned("ds_fold aiao v=8, by layer", [1, 1, 2, 2], [3, 3, 2, 2]),
+}
 V8 = {
     "torch Interleaved1F1B v=8": ("torch", {"schedule": "interleaved_1f1b", "segments": 8, "ddp": False}),
     "ds_fold aiao v=8": ("ds_fold", {"schedule": "aiao", "segments": 8}),
 }
-ALL = {**OTHERS, **OURS, **V8, **HIDE, "ds_fold aiao v=1, overlapped": ("ds_fold", {"schedule": "aiao", **OVERLAP})}
+ALL = {**OTHERS, **OURS, **V8, **HIDE, **PLANNED, "ds_fold aiao v=1, overlapped": ("ds_fold", {"schedule": "aiao", **OVERLAP})}
 
 
 def _named(*names: str) -> Dict[str, Any]:
@@ -87,10 +102,12 @@ CASES = {
     "full": (DEFAULT, [OURS, OTHERS]),
     "smoke": ({**DEFAULT, "P": 2, "M": 4, "layers": 8, "parameter_bytes": 6_200_000},
               [_named(REFERENCE, "DeepSpeed DualPipeV", "ds_fold 1f1b", "ds_fold aiao v=4, overlapped")]),
-    "hide": ({**DEFAULT, "layers": 32},
-             [_named(REFERENCE, *(n for n in HIDE if "v=4" in n))]),
-    "v8": ({**DEFAULT, "layers": 64}, [_named(REFERENCE, *V8, "ds_fold interleaved_1f1b v=8, overlapped",
-                                               *(n for n in HIDE if "aiao v=8, by layer" in n))]),
+    "hide": ({**DEFAULT, "layers": 32}, [
+        _named(REFERENCE, *(n for n in HIDE if "v=4" in n and "bf16" not in n)),
+        _named(REFERENCE, *(n for n in (*HIDE, *PLANNED) if "v=4" in n and ("bf16" in n or "planned" in n)))]),
+    "v8": ({**DEFAULT, "layers": 64}, [
+        _named(REFERENCE, *V8, "ds_fold interleaved_1f1b v=8, overlapped",
+               *(n for n in (*HIDE, *PLANNED) if "aiao v=8, by layer" in n))]),
 }
 FEW = _named(REFERENCE, "ds_fold interleaved_1f1b v=4, overlapped", "ds_fold aiao v=4, overlapped")
 #: axis -> (values, what a value changes: (setting, share, ranks per host, contenders) -> the same)

@@ -15,6 +15,7 @@ gives the scaling efficiency. Needs root and iproute2 (see lab.py). Writes <out>
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -160,6 +161,8 @@ def rank_program(plan: Dict[str, Any], folder: Path) -> None:
             dist.all_gather_object(peaks, memory.peak_bytes)
             results[name].update(peak_bytes=max(peaks), **contender.planned())
         contender.close()
+        del contender
+        gc.collect()
         print(f"ran {name}", file=progress, flush=True)
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(results))
