@@ -56,11 +56,12 @@ CONTENDERS = {
     HIPPIE: Contender({"schedule": "hippie", **SEARCHED}, 1),
     "ds_fold aiao v=2, planned": Contender({**AIAO, **SEARCHED, "segments": 2}, 1),
     "ds_fold aiao v=2, planned for throughput": Contender({**AIAO, **FAST, "segments": 2}, 1),
+    "ds_fold aiao v=3, planned for throughput": Contender({**AIAO, **FAST, "segments": 3}, 1),
     "ds_fold aiao v=2, planned for throughput in 43 % of GPipe's memory": Contender({**AIAO, **FAST, "segments": 2}, 1, 0.43),
     "ds_fold aiao v=3, planned for throughput in 45 % of GPipe's memory": Contender({**AIAO, **FAST, "segments": 3}, 1, 0.45),
 }
 #: with one replica
-ALONE = (HIPPIE, "ds_fold aiao v=2, planned", "ds_fold aiao v=2, planned for throughput")
+ALONE = [name for name, contender in CONTENDERS.items() if contender.zero and contender.share is None]
 
 
 def layers_of(model: str, weights: float = 1.0, slow: float = 1.0) -> List[Dict[str, Any]]:
