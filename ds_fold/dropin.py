@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as StockEngine
 
 from . import compat
 from .config import BLOCK, ConfigError, load_config
-from .initialization import prepared
+from .initialization import listed, prepared
 from .runtime.construction import Construction
 from .runtime.engine import PipelineEngine
 from .runtime.module import PipelineModule
@@ -31,6 +31,8 @@ ARGUMENTS = ("--deepspeed_config", "--deepspeed-config")
 
 class _Installed(NamedTuple):
     config: Optional[Dict[str, Any]]
+    #: where relative paths begin, if the script goes elsewhere
+    folder: str
     constructors: List[Tuple[type, Callable]]
 
 
@@ -55,7 +57,7 @@ def install(config: Union[None, str, Dict[str, Any]] = None) -> None:
     global _installed
     uninstall()
     constructors = [(cls, cls.__init__) for cls in (StockModule, StockEngine)]
-    _installed = _Installed(None if config is None else load_config(config), constructors)
+    _installed = _Installed(None if config is None else load_config(config), os.getcwd(), constructors)
     for (cls, constructor), folding in zip(constructors, (_build_module, _build_engine)):
         cls.__init__ = _redirected(constructor, folding)
     compat.redirect_instructions()
@@ -130,7 +132,7 @@ def _build_engine(self, args, kwargs) -> bool:
 def _take_over(model, config: Dict[str, Any], construction: Optional[Construction], kwargs: Dict[str, Any]) -> Dict[str, Any]:
     """Fold a module that was built without a block; the engine's arguments, with its parameters if it was built again."""
     built_by, parameters = type(model), kwargs.get("model_parameters")
-    parameters = kwargs["model_parameters"] = None if parameters is None else list(parameters)  # it may be a generator
+    parameters = kwargs["model_parameters"] = None if parameters is None else listed(parameters)
 
     def why_not() -> Optional[str]:
         if construction is not None:
@@ -166,8 +168,8 @@ def _config_at_construction() -> Tuple[Dict[str, Any], str]:
     value = _argument(sys.argv[1:])
     if value is None:
         return {}, ""
-    if os.path.exists(value):
-        return load_config(value), f"--deepspeed_config {value}"
+    if os.path.exists(_path(value)):
+        return load_config(_path(value)), f"--deepspeed_config {value}"
     try:
         return compat.decoded_config(value), "--deepspeed_config"
     except ValueError:
@@ -181,18 +183,23 @@ def _with_block(config: Dict[str, Any], source: str) -> Tuple[Dict[str, Any], Op
         return config, source
     if not path:
         return config, None
-    block = load_config(path).get(BLOCK)
+    block = load_config(_path(path)).get(BLOCK)
     if block is None:
         raise ConfigError(f"{VARIABLE}={path} has no {BLOCK} block; add one, or unset the variable")
     return {**config, BLOCK: block}, f"{VARIABLE}={path}"
 
 
+def _path(name: str) -> str:
+    return name if os.path.exists(name) else os.path.join(_installed.folder, name)
+
+
 def _argument(words: List[str]) -> Optional[str]:
+    found = None  # the last counts, as with argparse
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in ARGUMENTS:
-            return value if equals else words[i + 1] if i + 1 < len(words) else None
-    return None
+            found = value if equals else words[i + 1] if i + 1 < len(words) else None
+    return found
 
 
 __all__ = ["VARIABLE", "install", "uninstall"]

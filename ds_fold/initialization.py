@@ -1,6 +1,7 @@
 """``initialize``: DeepSpeed's entry point with the folded engine."""
 
 import deepspeed
+import torch
 
 from . import compat
 from .config import ConfigError, load_config
@@ -38,10 +39,17 @@ def prepared(arguments: dict) -> dict:
     return {**arguments, "model_parameters": _trainable(arguments["model"], arguments.get("model_parameters"))}
 
 
+def listed(parameters) -> list:
+    """A list of parameters or groups from all that torch's optimizers take: an iterator, pairs with names, one tensor alone."""
+    items = [parameters] if torch.is_tensor(parameters) else list(parameters)
+    return [{**item, "params": listed(item["params"])} if isinstance(item, dict) else item[1] if isinstance(item, tuple) else item
+            for item in items]
+
+
 def _trainable(model, model_parameters):
     """``model_parameters`` without what is frozen; groups that lose everything are left out. A rank that has nothing to train
     gets the module's placeholder."""
-    given = list(model.parameters() if model_parameters is None else model_parameters)
+    given = listed(model.parameters() if model_parameters is None else model_parameters)
     if given and isinstance(given[0], dict):
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in given]
         groups = [group for group in groups if group["params"]]

@@ -5,9 +5,12 @@
     mpirun -np 8 python -m ds_fold.run -m package.train --deepspeed_config ds_config.json ...
 """
 
+import builtins
 import os
-import runpy
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Dict, List, Optional, Tuple
 
 USAGE = "usage: [deepspeed --module | torchrun -m | mpirun python -m] ds_fold.run (SCRIPT | -m MODULE) [ARGUMENTS ...]"
@@ -34,15 +37,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     from .runtime import leftovers, watchdog
     install()
     leftovers.report_stale_locks()
-    watchdog.always_look = True
+    watchdog.look_from_the_start()
     try:
-        if module is None:
-            sys.argv[:] = arguments
-            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-            runpy.run_path(arguments[0], run_name="__main__")
-        else:
-            sys.argv[:] = [module, *arguments]
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run_as_main(module, arguments)
     except SystemExit as end:
         _leave(good=end.code in (None, 0))
         raise
@@ -69,6 +66,30 @@ def parse(words: List[str]) -> Tuple[Optional[str], List[str]]:
     if not os.path.isfile(words[0]):
         raise ValueError(f"there is no script {words[0]!r}")
     return None, [words[0], *launcher, *words[1:]]
+
+
+def run_as_main(module: Optional[str], arguments: List[str]) -> None:
+    """What ``python SCRIPT ...`` or ``python -m MODULE ...`` does, with what :func:`parse` returns. Unlike runpy's, ``__main__``
+    stays until the process ends: threads that still run and functions at exit pickle its classes. Raises ImportError."""
+    main = ModuleType("__main__")
+    if module is None:
+        path = os.path.join(os.getcwd(), arguments[0])
+        sys.argv[:], sys.path[0] = arguments, os.path.dirname(os.path.realpath(path))
+        loader = SourceFileLoader("__main__", path)
+        code, main.__package__ = loader.source_to_code(loader.get_data(path), path), None
+    else:
+        spec = find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{module}.__main__")
+        if spec is None:
+            raise ImportError(f"no module named {module}, or a package without __main__")
+        path, loader, code = spec.origin, spec.loader, spec.loader.get_code(spec.name)
+        sys.argv[:] = [path, *arguments]
+        main.__spec__, main.__package__ = spec, spec.parent
+    vars(main).update(__file__=path, __cached__=getattr(main.__spec__, "cached", None), __loader__=loader, __builtins__=builtins,
+                      __annotations__={})
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
 
 
 def launcher_environment(environment: Dict[str, str]) -> Dict[str, str]:

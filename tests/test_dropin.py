@@ -1,6 +1,7 @@
 """Scripts written for DeepSpeed's pipelines, under a ds_fold block: installed classes, config sources, subclasses and habits."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -193,6 +194,45 @@ def test_other_cuts_that_only_initialize_sees_build_the_module_again(fold, ready
         assert found[0] == early[0] == stock[0] and len(found[3]) == 5 and found[4] == "mine"
         assert largest_difference(found[1], early[1])[0] == largest_difference(found[1], stock[1])[0] == 0
         assert found[2] == stock[2], "the script's random numbers go on as under DeepSpeed"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_parameters_with_names_train_as_without(early):
+    def job(early):
+        def named(net):
+            return {"model_parameters": net.named_parameters()}
+
+        return late(ds_config(4, 1, fold=OVERLAP), 2, early, change=named), late(ds_config(4, 1), 2, False)
+
+    for found, stock in RankPool.of(2).run(job, early):
+        assert found[0] == stock[0] and largest_difference(found[1], stock[1])[0] == 0 and len(found[3]) == 5
+
+
+def test_groups_of_single_tensors_and_of_names_are_lists_of_parameters():
+    from ds_fold.initialization import listed
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    groups = listed(group for group in ({"params": a, "lr": 1.0}, {"params": iter([("b", b)])}))
+    assert [[id(p) for p in group["params"]] for group in groups] == [[id(a)], [id(b)]] and groups[0]["lr"] == 1.0
+
+
+def test_the_last_config_of_the_command_line_counts_and_a_script_may_leave_its_folder(tmp_path):
+    for name, segments in (("first", 1), ("last", 2)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(ds_config(4, fold={"schedule": "aiao", "segments": segments})))
+
+    def job(folder):
+        before, config = os.getcwd(), ds_config(4, fold=AIAO)
+        try:
+            found = []
+            for how in ({"argv": ["--deepspeed_config", "first.json", "--deepspeed_config=last.json"]}, {"variable": "last.json"}):
+                os.chdir(folder)
+                with installed(**how):
+                    os.chdir("/")
+                    found.append(script(config if "argv" in how else ds_config(4), steps=1)[2].module.parts)
+            return found
+        finally:
+            os.chdir(before)
+
+    assert RankPool.of(2).run(job, str(tmp_path)) == [[[0, 2, 4, 6, 8]] * 2] * 2
 
 
 def change_weights(net):

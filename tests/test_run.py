@@ -31,6 +31,8 @@ parser.add_argument("--fault", default="")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 deepspeed.init_distributed("gloo", verbose=False)
+if args.fault == "early" and torch.distributed.get_rank() == 1:
+    raise ValueError("no such luck")
 torch.manual_seed(0)
 
 class Layer(torch.nn.Linear):
@@ -142,6 +144,14 @@ def test_a_rank_that_raises_ends_the_job_and_its_error_is_the_last_line_of_each_
     assert f"ds_fold block of DS_FOLD_CONFIG={project / 'fold.json'}" in texts[0]
 
 
+def test_a_rank_that_raises_before_it_has_an_engine_ends_the_job_too(project):
+    """The other one waits for it in the construction of its module."""
+    apart, codes, texts = without_launcher(project, "--fault", "early")
+    assert codes == [1, 1] and apart < 30
+    assert last_lines(texts) == ["ds_fold: first error of the job: rank 1, outside of an engine: ValueError: "
+                                 "no such luck"] * 2, texts
+
+
 def test_a_rank_that_is_killed_ends_the_job_and_the_other_says_what_it_waited_in(project):
     apart, codes, texts = without_launcher(project, "--fault", "kill")
     assert codes == [1, -9] and apart < 30
@@ -160,6 +170,36 @@ def test_the_watchdog_shows_what_each_rank_waits_in_and_ends_the_job(project):
                  "rank 1 (pipeline rank 1, replica 0), step 1, ForwardPass, segment 0, micro-batch 2"):
         assert any(mine in line for line in table), texts
     assert "in exec_forward" in texts[1], "Python's stack"
+
+
+LOOKS_AROUND = '''
+"""What a script sees of itself."""
+import atexit, inspect, os, pickle, sys
+
+class Mine:
+    pass
+
+def leaves():
+    print("at exit", type(pickle.loads(pickle.dumps(Mine()))) is Mine, sys.modules["__main__"].__dict__ is globals())
+
+atexit.register(leaves)
+os.chdir("/")
+print(__file__, __name__, __package__, __spec__ and __spec__.name, __doc__, type(__builtins__), sys.argv, sys.path[0])
+print(inspect.getsource(Mine), os.path.exists(__file__))
+'''
+
+
+@pytest.mark.parametrize("words", [["pkg/sub/look.py", "--local_rank", "1"], ["-m", "pkg.sub", "-m", "x"]],
+                         ids=["script", "module"])
+def test_a_script_sees_of_itself_what_python_shows_it(words, tmp_path):
+    (tmp_path / "pkg/sub").mkdir(parents=True)
+    for name in ("look.py", "__main__.py"):
+        (tmp_path / "pkg/sub" / name).write_text(LOOKS_AROUND)
+    root = str(Path(__file__).parent.parent)
+    mine, plain = (subprocess.run([sys.executable, *under, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                                  env={**os.environ, "PYTHONPATH": root}) for under in (["-m", "ds_fold.run"], []))
+    assert plain.returncode == 0 and "at exit True True" in plain.stdout
+    assert (mine.stdout, mine.returncode) == (plain.stdout, 0), mine.stderr
 
 
 def test_words_go_where_the_script_expects_them(tmp_path):

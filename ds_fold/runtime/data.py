@@ -1,7 +1,7 @@
 """Data: a batch's items are pulled before it starts and agreed on by all ranks; epochs of ``training_data``; labels as messages."""
 
 from collections import deque
-from typing import Any, Callable, Deque, Optional
+from typing import Any, Callable, Deque, Iterator, Optional
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class BatchQueue:
 
 
 class EpochLoader:
-    """Endless micro-batches of a replica's share of a dataset, epoch after epoch.
+    """Endless micro-batches of a replica's share of a dataset, epoch after epoch; its own iterator, as DeepSpeed's RepeatingLoader.
 
     Args:
         make_loader: ``deepspeed_io`` of the engine: called with the dataset and ``data_sampler=``.
@@ -75,7 +75,7 @@ class EpochLoader:
                  workers: Optional[int]):
         self.sampler = torch.utils.data.distributed.DistributedSampler(dataset, replicas, replica, shuffle=shuffle, seed=seed)
         self.loader = make_loader(dataset, data_sampler=self.sampler, num_local_io_workers=workers)
-        self.epoch = 0
+        self.set_epoch(0)
         if not len(self.loader):
             raise ConfigError(f"training_data has {len(dataset)} items, too few for one micro-batch on each of {replicas} "
                               "replicas; use fewer replicas, a smaller micro-batch, or dataloader_drop_last: false")
@@ -85,14 +85,20 @@ class EpochLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next ``iter()`` begins with."""
-        self.epoch = epoch
+        """Go on with the first item of this epoch."""
+        self._items = self._from(epoch)
 
     def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._items)
+
+    def _from(self, epoch: int) -> Iterator:
         while True:
-            self.sampler.set_epoch(self.epoch)
+            self.sampler.set_epoch(epoch)
             yield from self.loader
-            self.epoch += 1
+            epoch += 1
 
 
 def check_dataset(dataset) -> None:

@@ -17,7 +17,7 @@ from ..config import WHOLE_MATRICES, ConfigError, FoldConfig, fold_config
 from ..schedule import ScheduleError
 from ..schedule import actions as op
 from ..trace.recorder import Recorder
-from . import checkpoint, losses
+from . import checkpoint, losses, watchdog
 from .channels import Channel
 from .data import BatchQueue, EpochLoader, check_item
 from .debug import CheckedChannel, DebugOptimizer, check_nothing_left
@@ -27,7 +27,6 @@ from .interpreter import Interpreter
 from .module import PipelineModule
 from .sharded_optimizer import ShardedOptimizer
 from .slots import Slot
-from .watchdog import Watchdog
 
 
 class PipelineEngine(Interpreter):
@@ -37,7 +36,7 @@ class PipelineEngine(Interpreter):
         #: process groups of this engine's own; first of all, since destroy() comes also when the construction fails
         self._groups: List = []
         self._recorder: Optional[Recorder] = None
-        self._watchdog: Optional[Watchdog] = None
+        self._watchdog: Optional[watchdog.Watchdog] = None
         #: counts what this rank holds while batches run, see :class:`~ds_fold.runtime.memory.MeasuredMemory`
         self.measured_memory = None
         if not isinstance(kwargs.get("model"), PipelineModule):
@@ -69,8 +68,8 @@ class PipelineEngine(Interpreter):
         if self.fold.trace.enabled:
             self._recorder = Recorder(self, self._control)
         self._labels_travel = self.fold.label_transport and P > 1
-        self._watchdog = Watchdog(self.global_rank, dist.get_world_size(), self.describe_current, self.current_action,
-                                  self.fold.watchdog_s)
+        self._watchdog = watchdog.of_engine(self.global_rank, dist.get_world_size(), self.describe_current, self.current_action,
+                                            self.fold.watchdog_s)
         self._open_channels()
         self.train_schedule()  # a schedule that cannot run is refused now, on every rank
 

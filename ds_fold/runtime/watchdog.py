@@ -28,16 +28,18 @@ GRACE_S = 3.0
 #: seconds that a failing process has to end by itself
 EXIT_S = 15.0
 
-#: whether threads look out although no config says watchdog_s: set by ds_fold.run
+#: whether threads look out although no config says watchdog_s, see :func:`look_from_the_start`
 always_look = False
 _built = 0  # engines in this process, the same number on all ranks
 _latest: Optional["Watchdog"] = None
+_outside: Optional["Watchdog"] = None  # of this process where it has no engine
 
 
 class Watchdog:
-    """One engine's part in the end of its job.
+    """One engine's part in the end of its job, or that of a process without one.
 
     Args:
+        name: the same on all ranks, and no other's.
         rank: global rank.
         ranks: in the job.
         doing: describes this rank and its current action.
@@ -45,15 +47,14 @@ class Watchdog:
         limit_s: seconds after which an action that is not over ends the job; None: any time.
     """
 
-    def __init__(self, rank: int, ranks: int, doing: Callable[[], str], action: Callable[[], object], limit_s: Optional[float]):
-        global _built, _latest
+    def __init__(self, name: str, rank: int, ranks: int, doing: Callable[[], str], action: Callable[[], object],
+                 limit_s: Optional[float]):
         self.rank, self.ranks, self.limit_s = rank, ranks, limit_s
         self._doing, self._action = weakref.WeakMethod(doing), weakref.WeakMethod(action)
-        self._prefix = f"ds_fold/{_built}/"
+        self._prefix = f"ds_fold/{name}/"
         self._store = dist.distributed_c10d._get_default_store() if ranks > 1 else None
         self._closed = threading.Event()
         self._first: Optional[str] = None
-        _built, _latest = _built + 1, self
         _show_first_errors()
         if ranks > 1 and (limit_s is not None or always_look):
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
@@ -128,9 +129,51 @@ class Watchdog:
         os._exit(1)
 
 
+class _Process:
+    """What a process does that has no engine, not yet or no longer."""
+
+    def doing(self) -> str:
+        return f"rank {dist.get_rank()}, outside of an engine"
+
+    def action(self) -> None:
+        return None
+
+
+_process = _Process()
+
+
+def of_engine(*args) -> Watchdog:
+    """A Watchdog for this process's next engine; ``args`` are its own but for the name."""
+    global _built, _latest
+    _latest = Watchdog(str(_built), *args)
+    _built += 1
+    return _latest
+
+
+def look_from_the_start() -> None:
+    """With ds_fold.run: look out from when the ranks have met to the end, with an engine or without."""
+    global always_look
+    always_look = True
+    _show_first_errors()
+    threading.Thread(target=_wait_for_ranks, name="ds_fold start", daemon=True).start()
+
+
+def _wait_for_ranks() -> None:
+    while _outside_of_engines() is None:
+        time.sleep(POLL_S)
+
+
+def _outside_of_engines() -> Optional[Watchdog]:
+    """The Watchdog of this process, made once the ranks have met."""
+    global _outside
+    if _outside is None and always_look and dist.is_available() and dist.is_initialized():
+        _outside = Watchdog("outside", dist.get_rank(), dist.get_world_size(), _process.doing, _process.action, None)
+    return _outside
+
+
 def ends_with(error: BaseException) -> None:
     """Show the job's first error after ``error``, which ends this process, and see to it that it ends."""
-    watchdog = _latest
+    watchdog = _latest or _outside_of_engines()
     if watchdog is None or watchdog.ranks == 1:
         return
     watchdog.record(error)
@@ -144,8 +187,9 @@ def ends_with(error: BaseException) -> None:
 
 def stop() -> None:
     """This process has done its part of the job."""
-    if _latest is not None:
-        _latest.close()
+    for watchdog in (_latest, _outside):
+        if watchdog is not None:
+            watchdog.close()
     if _built:  # so all ranks have met
         remove_shared_memory()
 
@@ -182,4 +226,4 @@ def _print(*lines: str) -> None:
     print("\n".join(f"ds_fold: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "of_engine"]

@@ -87,6 +87,24 @@ def test_shuffling_permutes_each_epoch_anew_and_set_epoch_starts_one():
     assert second == shuffled[16:]
 
 
+def test_the_loader_that_initialize_returns_is_an_iterator_that_the_engine_shares():
+    """As DeepSpeed's RepeatingLoader."""
+    def job():
+        import ds_fold
+        x = torch.arange(16.0).unsqueeze(1).repeat(1, HIDDEN)
+        config = ds_config(2, fold={**AIAO, "data_workers": 0})
+        net = ds_fold.PipelineModule(make_layers(4), num_stages=1, loss_fn=nn.MSELoss(), config=config)
+        engine, _, loader, _ = ds_fold.initialize(model=net, model_parameters=net.parameters(), config=config,
+                                                  training_data=torch.utils.data.TensorDataset(x, x))
+        engine.train_batch()
+        engine.train_batch(loader)
+        seen = next(loader)[0][:, 0].tolist()
+        engine.train_batch(iter(loader))
+        return [seen, *(next(loader)[0][:, 0].tolist() for _ in range(2))]
+
+    assert RankPool.of(1).run(job) == [[[8, 9], [14, 15], [0, 1]]]
+
+
 def test_replicas_share_an_epoch_between_them():
     halves = RankPool.of(2).run(lambda: first_items({"shuffle": True}, 1, D=2))
     assert sorted(halves[0] + halves[1]) == list(range(16))
