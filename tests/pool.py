@@ -20,6 +20,13 @@ import traceback
 import cloudpickle
 
 TIMEOUT_S = 120
+#: forked from a server that has one thread and has imported what takes a process seconds
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["models", "ds_fold.runtime.engine", "torch._dynamo"])
+#: for one rank of four: what is forked iterates over sets of strings in the same order everywhere, ranks that are launched do not
+SPAWNED = multiprocessing.get_context("spawn")
+#: environment and folder that the session began with
+BEGUN_WITH = dict(os.environ), os.getcwd()
 
 
 class RankPool:
@@ -40,14 +47,16 @@ class RankPool:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.ranks = []
+        self.known = {}
 
     def start(self) -> None:
         port = free_port()
-        context = multiprocessing.get_context("spawn")
         self.logs = [tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".log") for rank in range(self.world_size)]
         for rank in range(self.world_size):
+            context = SPAWNED if self.world_size == 4 and rank == 1 else FORKED
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port, self.logs[rank].name))
+            process = context.Process(target=_serve,
+                                      args=(theirs, BEGUN_WITH, rank, self.world_size, port, self.logs[rank].name))
             process.start()
             theirs.close()
             self.ranks.append((process, ours))
@@ -61,6 +70,14 @@ class RankPool:
         if errors:
             raise RankError(errors)
         return results
+
+    def once(self, function, *args):
+        """``run`` for what many cases are compared with: results of the same function and arguments are computed once. Each
+        caller gets a copy."""
+        task = cloudpickle.dumps((function, args))
+        if task not in self.known:
+            self.known[task] = cloudpickle.dumps(self.run(function, *args))
+        return cloudpickle.loads(self.known[task])
 
     def _everywhere(self, task: bytes, timeout: float):
         """Results by rank, and the errors of those that failed. Without ranks afterwards if one did not finish."""
@@ -122,7 +139,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
+def settle(environment: dict, folder: str) -> None:
+    """Give this process :data:`BEGUN_WITH`, whatever tests had set when it or the server was made."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+
+
+def _serve(connection, begun_with: tuple, rank: int, world_size: int, port: int, log: str) -> None:
+    settle(*begun_with)
     file = open(log, "w", buffering=1)
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
