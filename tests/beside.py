@@ -10,7 +10,7 @@ from typing import Callable, Dict, Optional
 
 import cloudpickle
 import pytest
-from pool import BEGUN_WITH, FORKED, settle
+from pool import FORKED
 
 _worker: Optional[ProcessPoolExecutor] = None
 _jobs: Dict[str, Callable] = {}
@@ -36,7 +36,7 @@ def start(items) -> None:
     for name in (name for item in items for name in asked_for(item)):
         if name not in _results:
             if _worker is None:
-                _worker = ProcessPoolExecutor(1, FORKED, settle, BEGUN_WITH)
+                _worker = ProcessPoolExecutor(1, FORKED)
             _results[name] = _worker.submit(_in_a_folder, cloudpickle.dumps(_jobs[name]))
 
 

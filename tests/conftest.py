@@ -13,6 +13,13 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 
+def pytest_sessionstart():
+    from multiprocessing import forkserver
+
+    import pool  # noqa: F401, says what the server imports
+    forkserver.ensure_running()  # while tests are collected, before any of them changes the environment
+
+
 def pytest_collection_modifyitems(items):
     from beside import asked_for
     items.sort(key=lambda item: bool(asked_for(item)))  # those last that wait for what runs beside the others

@@ -20,13 +20,11 @@ import traceback
 import cloudpickle
 
 TIMEOUT_S = 120
-#: forked from a server that has one thread and has imported what takes a process seconds
+#: forked from a server that has one thread, has imported what takes a process seconds, and has the session's first environment
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["models", "ds_fold.runtime.engine", "torch._dynamo"])
 #: for one rank of four: what is forked iterates over sets of strings in the same order everywhere, ranks that are launched do not
 SPAWNED = multiprocessing.get_context("spawn")
-#: environment and folder that the session began with
-BEGUN_WITH = dict(os.environ), os.getcwd()
 
 
 class RankPool:
@@ -55,8 +53,7 @@ class RankPool:
         for rank in range(self.world_size):
             context = SPAWNED if self.world_size == 4 and rank == 1 else FORKED
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve,
-                                      args=(theirs, BEGUN_WITH, rank, self.world_size, port, self.logs[rank].name))
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size, port, self.logs[rank].name))
             process.start()
             theirs.close()
             self.ranks.append((process, ours))
@@ -139,15 +136,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def settle(environment: dict, folder: str) -> None:
-    """Give this process :data:`BEGUN_WITH`, whatever tests had set when it or the server was made."""
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-
-
-def _serve(connection, begun_with: tuple, rank: int, world_size: int, port: int, log: str) -> None:
-    settle(*begun_with)
+def _serve(connection, rank: int, world_size: int, port: int, log: str) -> None:
     file = open(log, "w", buffering=1)
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
