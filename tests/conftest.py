@@ -1,4 +1,4 @@
-"""Environment for every test, and the end of the rank pools."""
+"""Environment for every test, jobs beside the tests, and the end of both and of the rank pools."""
 
 import os
 import sys
@@ -13,6 +13,26 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 
+def pytest_sessionstart():
+    from multiprocessing import forkserver
+
+    import pool  # noqa: F401, says what the server imports
+    forkserver.ensure_running()  # while tests are collected, before any of them changes the environment
+
+
+def pytest_collection_modifyitems(items):
+    from beside import asked_for
+    items.sort(key=lambda item: bool(asked_for(item)))  # those last that wait for what runs beside the others
+
+
+def pytest_runtest_setup(item):
+    from beside import asked_for, start
+    if asked_for(item) or not {"benchmarks", "plan"} & set(item.path.parts):  # whose figures are times
+        start(item.session.items)
+
+
 def pytest_sessionfinish(session):
+    from beside import stop
     from pool import RankPool
+    stop()
     RankPool.close_all()

@@ -34,7 +34,7 @@ def folded(engine):
 
 
 def stock_run(P=2, **kwargs):
-    return RankPool.of(P).run(lambda P, kwargs: script(ds_config(4), P, **kwargs)[:2], P, kwargs)[0]
+    return RankPool.of(P).once(lambda P, kwargs: script(ds_config(4), P, **kwargs)[:2], P, kwargs)[0]
 
 
 # where the block comes from ---------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_each_source_of_the_block_folds_the_same_script(source, tmp_path):
 
     losses, weights, *found = RankPool.of(2).run(job, source, str(tmp_path))[0]
     assert found == [(True, True), "aiao", 2, True]
-    stock = RankPool.of(2).run(lambda: script(ds_config(4, zero=1))[:2])[0]
+    stock = RankPool.of(2).once(lambda: script(ds_config(4, zero=1))[:2])[0]
     assert losses == stock[0] and largest_difference(weights, stock[1])[0] == 0
 
 

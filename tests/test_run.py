@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from beside import beside
 from pool import RankPool, free_port
 
 from ds_fold.run import launcher_environment, parse
@@ -67,30 +69,31 @@ sys.exit(args.exit)
 '''
 
 
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("MESSAGE = 'beside the script'\n")
-    (tmp_path / "plain.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "fold.json").write_text(json.dumps({**CONFIG, "ds_fold": FOLD}))
-    return tmp_path
+def write_project(folder, **fold):
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text("MESSAGE = 'beside the script'\n")
+    (folder / "plain.json").write_text(json.dumps(CONFIG))
+    (folder / "fold.json").write_text(json.dumps({**CONFIG, "ds_fold": {**FOLD, **fold}}))
 
 
-def launch(*command, **environment):
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, **environment})
-
-
-def test_a_script_for_deepspeed_runs_folded_under_its_launcher_with_the_same_losses_and_exit_code(project):
-    port = free_port()
-    done = launch("deepspeed", "--num_accelerators", 2, "--master_port", port, "--module", "ds_fold.run",
-                  project / "train.py", "--dict", project / "fold.json", "--report", project / "report.json", "--exit", 3)
+@beside
+def under_deepspeeds_launcher(project):
+    write_project(project)
+    port, script = free_port(), str(project / "train.py")
+    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(port), "--module", "ds_fold.run", script,
+               "--dict", project / "fold.json", "--report", project / "report.json", "--exit", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    report = json.loads((project / "report.json").read_text())
+    return script, json.loads((project / "report.json").read_text())
+
+
+def test_a_script_for_deepspeed_runs_folded_under_its_launcher_with_the_same_losses_and_exit_code(
+        under_deepspeeds_launcher, tmp_path):
+    script, report = under_deepspeeds_launcher
     assert report["engine"] == "ds_fold.runtime.engine" and report["parts"] == [0, 1, 2, 3, 4]
     assert report["message"] == "beside the script" and report["name"] == "__main__"
-    assert report["main"] == report["words"][0] == str(project / "train.py") and report["words"][1] == "--local_rank=0"
+    assert report["main"] == report["words"][0] == script and report["words"][1] == "--local_rank=0"
 
     def stock(folder):  # the same words, without ds_fold.run
         import runpy
@@ -99,23 +102,26 @@ def test_a_script_for_deepspeed_runs_folded_under_its_launcher_with_the_same_los
         with pytest.raises(SystemExit):
             runpy.run_path(f"{folder}/train.py", run_name="__main__")
 
-    RankPool.of(2).run(stock, str(project))
-    expected = json.loads((project / "stock.json").read_text())
+    write_project(tmp_path)
+    RankPool.of(2).run(stock, str(tmp_path))
+    expected = json.loads((tmp_path / "stock.json").read_text())
     assert expected["engine"] == "deepspeed.runtime.pipe.engine" and report["losses"] == expected["losses"]
     assert expected["losses"][-1] < expected["losses"][0]
 
 
-def without_launcher(project, *words, config="fold.json"):
+def without_launcher(project, fault, **fold):
     """Two ranks of ``-m train`` in the environment of MPI's launcher, with nobody to end one when the other has failed: seconds
     from the first rank's end to the last's, exit codes, and what each wrote."""
+    write_project(project, **fold)
     ranks, port, ends = [], str(free_port()), {}
     for rank in range(2):
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.update(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
-                           OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_PORT=port, DS_FOLD_CONFIG=str(project / config))
-        command = [sys.executable, "-m", "ds_fold.run", "-m", "train", "--deepspeed_config", "plain.json", "--report", "report"]
+                           OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_PORT=port, DS_FOLD_CONFIG=str(project / "fold.json"))
+        command = [sys.executable, "-m", "ds_fold.run", "-m", "train", "--deepspeed_config", "plain.json", "--report", "report",
+                   "--fault", fault]
         with open(project / f"rank{rank}.log", "w") as log:
-            ranks.append(subprocess.Popen([*command, *words], cwd=project, env=environment, stdout=log, stderr=log))
+            ranks.append(subprocess.Popen(command, cwd=project, env=environment, stdout=log, stderr=log))
     deadline = time.monotonic() + 120
     try:
         while len(ends) < 2 and time.monotonic() < deadline:
@@ -135,34 +141,53 @@ def last_lines(texts):
     return [text.strip().splitlines()[-1] for text in texts]
 
 
-def test_a_rank_that_raises_ends_the_job_and_its_error_is_the_last_line_of_each_rank(project):
-    apart, codes, texts = without_launcher(project, "--fault", "raise")
+@beside
+def raising(project):
+    return without_launcher(project, "raise")
+
+
+def test_a_rank_that_raises_ends_the_job_and_its_error_is_the_last_line_of_each_rank(raising):
+    apart, codes, texts = raising
     assert codes == [1, 1] and apart < 30
     assert last_lines(texts) == ["ds_fold: first error of the job: rank 1 (pipeline rank 1, replica 0), step 1, ForwardPass, "
                                  "segment 0, micro-batch 2: ValueError: no such luck"] * 2, texts
     assert "Traceback" in texts[1]
-    assert f"ds_fold block of DS_FOLD_CONFIG={project / 'fold.json'}" in texts[0]
+    assert re.search(r"ds_fold block of DS_FOLD_CONFIG=/\S+/fold\.json", texts[0])
 
 
-def test_a_rank_that_raises_before_it_has_an_engine_ends_the_job_too(project):
+@beside
+def raising_early(project):
+    return without_launcher(project, "early")
+
+
+def test_a_rank_that_raises_before_it_has_an_engine_ends_the_job_too(raising_early):
     """The other one waits for it in the construction of its module."""
-    apart, codes, texts = without_launcher(project, "--fault", "early")
+    apart, codes, texts = raising_early
     assert codes == [1, 1] and apart < 30
     assert last_lines(texts) == ["ds_fold: first error of the job: rank 1, outside of an engine: ValueError: "
                                  "no such luck"] * 2, texts
 
 
-def test_a_rank_that_is_killed_ends_the_job_and_the_other_says_what_it_waited_in(project):
-    apart, codes, texts = without_launcher(project, "--fault", "kill")
+@beside
+def killed(project):
+    return without_launcher(project, "kill")
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_the_other_says_what_it_waited_in(killed):
+    apart, codes, texts = killed
     assert codes == [1, -9] and apart < 30
     line = last_lines(texts)[0]
     assert line.startswith("ds_fold: first error of the job: rank 0 (pipeline rank 0, replica 0), step 1, Wait"), texts
     assert "(other end: rank 1), segment " in line
 
 
-def test_the_watchdog_shows_what_each_rank_waits_in_and_ends_the_job(project):
-    (project / "watched.json").write_text(json.dumps({**CONFIG, "ds_fold": {**FOLD, "watchdog_s": 3}}))
-    apart, codes, texts = without_launcher(project, "--fault", "hang", config="watched.json")
+@beside
+def hanging(project):
+    return without_launcher(project, "hang", watchdog_s=3)
+
+
+def test_the_watchdog_shows_what_each_rank_waits_in_and_ends_the_job(hanging):
+    apart, codes, texts = hanging
     assert codes == [1, 1] and apart < 30
     assert all("not over after 3 s (ds_fold.watchdog_s)" in line for line in last_lines(texts)), texts
     table = [line for line in "\n".join(texts).splitlines() if line.startswith("ds_fold: rank")]

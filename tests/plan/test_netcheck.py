@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from beside import beside
 from pool import RankError, RankPool, free_port
 
 from ds_fold.__main__ import main
@@ -48,13 +49,19 @@ def test_what_no_cluster_file_describes_is_refused_on_every_rank(hosts, message)
     assert [message in error for error in caught.value.errors.values()] == [True] * len(hosts)
 
 
-def test_the_command_writes_a_cluster(tmp_path):
-    path = tmp_path / "cluster.json"
+@beside
+def netcheck_command(folder):
+    path = folder / "cluster.json"
     done = subprocess.run(["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), "--module", "ds_fold",
                            "netcheck", "-o", path, "--megabytes", "0.5"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.count("ranks   0 and   1 within a host") == 1 and "cluster of 1 hosts x 2 ranks written" in done.stdout
-    assert Cluster.load(str(path)).ranks_per_host == 2
+    return done.stdout, Cluster.load(str(path))
+
+
+def test_the_command_writes_a_cluster(netcheck_command):
+    out, cluster = netcheck_command
+    assert out.count("ranks   0 and   1 within a host") == 1 and "cluster of 1 hosts x 2 ranks written" in out
+    assert cluster.ranks_per_host == 2
 
 
 @pytest.mark.parametrize("environment,arguments,message", [

@@ -49,7 +49,7 @@ def test_tuples_of_all_dtypes_pass_and_train_as_on_one_rank(fold, P):
         return train(False, ds_config(4, fold=fold), stages, 8, steps=3, layers=mixed_layers())
 
     weights, losses, _ = RankPool.of(P).run(job, P, fold)[0]
-    alone, alone_losses, _ = RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    alone, alone_losses, _ = RankPool.of(1).once(job, 1, {"schedule": "1f1b"})[0]
     assert losses == alone_losses and losses[-1] < losses[0]
     assert largest_difference(weights, alone)[0] == 0
 
@@ -148,7 +148,7 @@ def test_evaluation_between_training_changes_nothing(fold):
     with_eval = RankPool.of(2).run(job, fold, True)[0]
     without = RankPool.of(2).run(job, fold, False)[0]
     assert with_eval[0] == without[0] and largest_difference(with_eval[2], without[2])[0] == 0
-    one_rank = RankPool.of(1).run(lambda: _evaluations_alone())[0]
+    one_rank = RankPool.of(1).once(_evaluations_alone)[0]
     assert with_eval[1] == one_rank
 
 

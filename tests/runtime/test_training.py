@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from beside import beside
 from models import (
     HIDDEN,
     MICRO_BATCH,
@@ -132,7 +133,7 @@ def test_frozen_and_parameterless_parts_train_as_on_one_rank(where, zero):
         weights.pop("placeholder", None)
         return weights, losses, norms
 
-    alone = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, where, zero)[0]
+    alone = RankPool.of(1).once(job, 1, {"schedule": "1f1b"}, where, zero)[0]
     for fold in ({"schedule": "1f1b"}, AIAO):
         weights, losses, norms = RankPool.of(2).run(job, 2, fold, where, zero)[0]
         difference, size = largest_difference(weights, alone[0])
@@ -212,7 +213,7 @@ def test_dropout_is_the_same_under_every_schedule_and_fold_and_when_recomputed(c
         assert engine.module.training
         return losses
 
-    expected = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, 0)[0]
+    expected = RankPool.of(1).once(job, 1, {"schedule": "1f1b"}, 0)[0]
     assert len(set(expected)) == 3
     for P, fold in [(1, {**AIAO, "segments": 3}), *((2, fold) for fold in SCHEDULES), (4, AIAO)]:
         assert RankPool.of(P).run(job, P, fold, checkpoint)[0] == expected, (P, fold)
@@ -244,7 +245,7 @@ def test_an_embedding_of_integers_first_gets_its_gradient_when_checkpointed(inte
         return whole_model(engine.module)
 
     pipeline = {"activation_checkpoint_interval": interval, "use_reentrant": reentrant}
-    plain = RankPool.of(1).run(job, 1, {"schedule": "1f1b"}, {})[0]
+    plain = RankPool.of(1).once(job, 1, {"schedule": "1f1b"}, {})[0]
     for P, fold in [(1, {"schedule": "1f1b"}), (2, AIAO), (2, {"schedule": "1f1b"})]:
         assert largest_difference(RankPool.of(P).run(job, P, fold, pipeline)[0], plain)[0] == 0
 
@@ -298,7 +299,7 @@ def test_fp16_with_dynamic_scaling_skips_everywhere_and_trains(zero):
     assert ranks[1][1:5] == ranks[0][1:5]
     assert 0 < skipped < 12 and applied == [False] * skipped + [True] * (12 - skipped)
     assert scale == 2.0**(22 - skipped) and losses[-1] < losses[0]
-    one = RankPool.of(1).run(job, 1, 1, {"schedule": "1f1b"})[0]
+    one = RankPool.of(1).once(job, 1, 1, {"schedule": "1f1b"})[0]
     assert one[2:5] == (skipped, lr, scale)
     assert largest_difference(weights, one[5])[0] <= 2e-3
 
@@ -316,7 +317,7 @@ def test_the_number_of_micro_batches_may_change_between_steps(fold):
             losses.append(float(engine.train_batch(batches)))
         return losses, engine.global_steps, engine.global_samples, whole_model(engine.module)
 
-    two, one = RankPool.of(2).run(job, 2, fold)[0], RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    two, one = RankPool.of(2).run(job, 2, fold)[0], RankPool.of(1).once(job, 1, {"schedule": "1f1b"})[0]
     assert two[:3] == one[:3] and two[1:3] == (4, 20) and largest_difference(two[3], one[3])[0] == 0
 
 
@@ -335,10 +336,10 @@ def test_evaluation_with_its_own_size_count_and_losses(fold, P):
         return (first.shape, first.tolist(), None if logits is None else torch.stack(logits).tolist(), trained,
                 [o.tolist() for o in apart or []], [o.tolist() for o in outputs or []], [v.item() for v in several])
 
-    last = RankPool.of(P).run(job, P, fold)[-1]
-    first = RankPool.of(P).run(job, P, fold)[0]
+    ranks = RankPool.of(P).run(job, P, fold)
+    first, last = ranks[0], ranks[-1]
     assert first[:2] == last[:2] and first[6] == last[6] and last[0] == (1, )
-    one = RankPool.of(1).run(job, 1, {"schedule": "1f1b"})[0]
+    one = RankPool.of(1).once(job, 1, {"schedule": "1f1b"})[0]
     assert last == one and len(last[2]) == 7 and len(last[4]) == 2
 
 
@@ -390,8 +391,9 @@ def test_a_destroyed_engine_leaves_no_process_group_of_its_own():
         assert groups == 5 and alive == 0 and freed >= groups
 
 
-def test_ranks_that_destroy_nothing_exit_without_an_abort(tmp_path):
-    script = tmp_path / "forgetful.py"
+@beside
+def forgetful_ranks(folder):
+    script = folder / "forgetful.py"
     script.write_text("""
 import deepspeed, torch, ds_fold
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -410,7 +412,12 @@ print("trained")
                                        MASTER_ADDR="127.0.0.1"))
              for rank in range(2)]
     outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0] and all("trained" in output for output in outputs), outputs
+    return [rank.returncode for rank in ranks], outputs
+
+
+def test_ranks_that_destroy_nothing_exit_without_an_abort(forgetful_ranks):
+    codes, outputs = forgetful_ranks
+    assert codes == [0, 0] and all("trained" in output for output in outputs), outputs
 
 
 def test_two_engines_with_different_topologies_in_one_program():
@@ -473,7 +480,7 @@ def test_compile_runs_once_per_shape_not_per_micro_batch(whose):
         return [float(engine.train_batch(batches)) for _ in range(2)]
 
     first, second = RankPool.of(2).run(job, whose)[0]
-    assert [first[0], second[0]] == pytest.approx(RankPool.of(2).run(plain)[0], rel=1e-6)
+    assert [first[0], second[0]] == pytest.approx(RankPool.of(2).once(plain)[0], rel=1e-6)
     assert 0 < first[1] == second[1] <= 8
 
 
