@@ -43,6 +43,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     except SystemExit as end:
         _leave(good=end.code in (None, 0))
         raise
+    except Exception:
+        watchdog.show_first_errors()  # around what torch shows errors with since the ranks have met
+        raise
     _leave(good=True)
     return 0
 

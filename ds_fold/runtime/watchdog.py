@@ -55,7 +55,7 @@ class Watchdog:
         self._store = dist.distributed_c10d._get_default_store() if ranks > 1 else None
         self._closed = threading.Event()
         self._first: Optional[str] = None
-        _show_first_errors()
+        show_first_errors()
         if ranks > 1 and (limit_s is not None or always_look):
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             threading.Thread(target=self._look, args=(store, ), name="ds_fold watchdog", daemon=True).start()
@@ -154,7 +154,6 @@ def look_from_the_start() -> None:
     """With ds_fold.run: look out from when the ranks have met to the end, with an engine or without."""
     global always_look
     always_look = True
-    _show_first_errors()
     threading.Thread(target=_wait_for_ranks, name="ds_fold start", daemon=True).start()
 
 
@@ -194,7 +193,7 @@ def stop() -> None:
         remove_shared_memory()
 
 
-def _show_first_errors() -> None:
+def show_first_errors() -> None:
     """Let an error that ends this process be followed by the job's first."""
     shown = sys.excepthook
     if getattr(shown, "ds_fold", False):
