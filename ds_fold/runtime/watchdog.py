@@ -33,6 +33,7 @@ always_look = False
 _built = 0  # engines in this process, the same number on all ranks
 _latest: Optional["Watchdog"] = None
 _outside: Optional["Watchdog"] = None  # of this process where it has no engine
+_hook: Optional[Callable] = None  # the latest that this module has made
 
 
 class Watchdog:
@@ -194,18 +195,18 @@ def stop() -> None:
 
 
 def show_first_errors() -> None:
-    """Let an error that ends this process be followed by the job's first."""
+    """Let an error that ends this process be followed by the job's first, after all else that shows it."""
+    global _hook
     shown = sys.excepthook
-    if getattr(shown, "ds_fold", False):
+    if shown is _hook:
         return
 
     def excepthook(kind, error, traceback):
         shown(kind, error, traceback)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and _hook is excepthook:
             ends_with(error)
 
-    excepthook.ds_fold = True
-    sys.excepthook = excepthook
+    sys.excepthook = _hook = excepthook
 
 
 def _read(store, key: str) -> Optional[str]:
