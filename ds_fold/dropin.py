@@ -166,7 +166,7 @@ def _config_at_construction() -> Tuple[Dict[str, Any], str]:
     if _installed.config is not None:
         return _installed.config, "install(config)"
     value = _argument(sys.argv[1:])
-    if value is None:
+    if not value:
         return {}, ""
     if os.path.exists(_path(value)):
         return load_config(_path(value)), f"--deepspeed_config {value}"

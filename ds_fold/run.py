@@ -43,6 +43,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     except SystemExit as end:
         _leave(good=end.code in (None, 0))
         raise
+    except Exception:
+        watchdog.show_first_errors()  # around what torch shows errors with since the ranks have met
+        raise
     _leave(good=True)
     return 0
 
@@ -78,13 +81,14 @@ def run_as_main(module: Optional[str], arguments: List[str]) -> None:
         loader = SourceFileLoader("__main__", path)
         code, main.__package__ = loader.source_to_code(loader.get_data(path), path), None
     else:
+        sys.argv[:] = ["-m", *arguments]  # what packages see that are imported to find it
         spec = find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{module}.__main__")
         if spec is None:
             raise ImportError(f"no module named {module}, or a package without __main__")
         path, loader, code = spec.origin, spec.loader, spec.loader.get_code(spec.name)
-        sys.argv[:] = [path, *arguments]
+        sys.argv[0] = path
         main.__spec__, main.__package__ = spec, spec.parent
     vars(main).update(__file__=path, __cached__=getattr(main.__spec__, "cached", None), __loader__=loader, __builtins__=builtins,
                       __annotations__={})

@@ -33,6 +33,7 @@ always_look = False
 _built = 0  # engines in this process, the same number on all ranks
 _latest: Optional["Watchdog"] = None
 _outside: Optional["Watchdog"] = None  # of this process where it has no engine
+_hook: Optional[Callable] = None  # the latest that this module has made
 
 
 class Watchdog:
@@ -55,7 +56,7 @@ class Watchdog:
         self._store = dist.distributed_c10d._get_default_store() if ranks > 1 else None
         self._closed = threading.Event()
         self._first: Optional[str] = None
-        _show_first_errors()
+        show_first_errors()
         if ranks > 1 and (limit_s is not None or always_look):
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             threading.Thread(target=self._look, args=(store, ), name="ds_fold watchdog", daemon=True).start()
@@ -154,7 +155,6 @@ def look_from_the_start() -> None:
     """With ds_fold.run: look out from when the ranks have met to the end, with an engine or without."""
     global always_look
     always_look = True
-    _show_first_errors()
     threading.Thread(target=_wait_for_ranks, name="ds_fold start", daemon=True).start()
 
 
@@ -194,19 +194,19 @@ def stop() -> None:
         remove_shared_memory()
 
 
-def _show_first_errors() -> None:
-    """Let an error that ends this process be followed by the job's first."""
+def show_first_errors() -> None:
+    """Let an error that ends this process be followed by the job's first, after all else that shows it."""
+    global _hook
     shown = sys.excepthook
-    if getattr(shown, "ds_fold", False):
+    if shown is _hook:
         return
 
     def excepthook(kind, error, traceback):
         shown(kind, error, traceback)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and _hook is excepthook:
             ends_with(error)
 
-    excepthook.ds_fold = True
-    sys.excepthook = excepthook
+    sys.excepthook = _hook = excepthook
 
 
 def _read(store, key: str) -> Optional[str]:
