@@ -27,6 +27,8 @@ from .runtime.module import PipelineModule
 VARIABLE = "DS_FOLD_CONFIG"
 #: how scripts name their config on the command line
 ARGUMENTS = ("--deepspeed_config", "--deepspeed-config")
+#: DeepSpeed's own: a script may have wrapped the constructor before install()
+_SIGNATURE = inspect.signature(StockModule.__init__)
 
 
 class _Installed(NamedTuple):
@@ -81,7 +83,7 @@ def _redirected(constructor: Callable, folding: Callable[..., bool]) -> Callable
         if type(self) is not StockModule:
             constructor(self, *args, **kwargs)
             return
-        given = inspect.signature(constructor).bind(self, *args, **kwargs)
+        given = _SIGNATURE.bind(self, *args, **kwargs)
         given.apply_defaults()
         construction = Construction(given.arguments["partition_method"])
         constructor(self, *args, **kwargs)

@@ -46,7 +46,8 @@ class PipelineEngine(Interpreter):
             mine, others = getattr(self.fold, key), getattr(self.module.fold, key)
             if mine != others:
                 raise ConfigError(f"the module was built for ds_fold.{key}={others}, but the engine's config says {key}={mine}; "
-                                  f"pass the same config to PipelineModule(config=...) and initialize()")
+                                  f"name one config for both: in PipelineModule(config=...) and initialize(), or with "
+                                  f"--deepspeed_config or install()")
         self.module.check_recompute(self.module.activation_checkpoint_interval)
         self.fold.check(self.num_stages, self.micro_batches, len(self.module.layer_specs), self.dp_world_size,
                         self.grid.get_slice_parallel_world_size())
