@@ -26,7 +26,7 @@ from ..runtime.module import PipelineModule
 from .costs import PlanError
 
 #: keys of a ds_config that act on the model's own parameters, write files, or build ops that take minutes
-_LEFT_OUT = (BLOCK, "tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "compression_training")
+_LEFT_OUT = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "compression_training")
 
 
 class Captured(NamedTuple):
@@ -82,6 +82,7 @@ def one_rank_config(config: dict, replicas: int) -> dict:
     """The ds_config on one rank, whose micro-batch is as large as with ``replicas`` replicas. Raises ConfigError."""
     config = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     config["zero_optimization"] = {"stage": 1}
+    config[BLOCK] = {"data_workers": 0}  # processes that read ahead of the one batch would be waited for, up to 20 s
     if "optimizer" in config:
         config["optimizer"] = {"type": "Adam", "params": {"torch_adam": True}}
     batch = config.get("train_batch_size")

@@ -139,6 +139,7 @@ class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, i):
+        assert torch.utils.data.get_worker_info() is None, "a process reads ahead of the one batch"
         return torch.full((5, ), float(i)).bfloat16(), torch.zeros(3).bfloat16()
 
 deepspeed.init_distributed(verbose=False)
