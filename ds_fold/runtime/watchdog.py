@@ -178,10 +178,11 @@ def ends_with(error: BaseException) -> None:
         return
     watchdog.record(error)
     if always_look:
-        remove_shared_memory()
         faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))
         if watchdog.rank == 0:
             time.sleep(GRACE_S)  # which holds the store: the others read there what happened
+        if _built or watchdog.rank == 0:  # else ranks may just be opening it, who wait for it for ever: they remove it
+            remove_shared_memory()
     _print(f"first error of the job: {watchdog.first_error()}")
 
 
