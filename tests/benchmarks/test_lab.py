@@ -170,10 +170,13 @@ def test_a_network_off_theory_fails_the_check(monkeypatch):
     reports = [Report([Figure("4 MB one way", measured, 0.2)], 1e-4, 1e-3, QUIET, [], 1.0) for measured in (0.25, 0.17, 0.21)]
     monkeypatch.setattr(lab_check, "measure", lambda lab, python: reports.pop(0))
     assert check(Cluster).figures[0].measured_s == 0.21, "the third attempt counts"
+    reports = [Report([Figure("one way", way, 0.2), Figure("all-reduce", all_reduce, 0.2)], 1e-4, 1e-3, QUIET, [], 1.0)
+               for way, all_reduce in ((0.21, 0.3), (0.3, 0.19))]
+    assert not check(Cluster).wrong, "each was right once"
     reports = [Report([Figure("4 MB one way", 0.17, 0.2)], 1e-4, 1e-3, QUIET, [], 1.0)] * 2
     with pytest.raises(LabError) as error:
         check(Cluster, attempts=2)
-    for words in ("2 times in a row", "4 MB one way: 170.0 ms, theory 200.0 ms (-15.0 %)", "own 20 %, busy 40 %"):
+    for words in ("in 2 attempts", "4 MB one way: 170.0 ms, theory 200.0 ms (-15.0 %)", "own 20 %, busy 40 %"):
         assert words in str(error.value)
     with pytest.raises(LabError, match="at least two hosts"):
         Cluster.hosts = 1
@@ -374,7 +377,12 @@ def test_labs_coexist(lab):
 
 @needs_lab
 def test_the_network_has_the_speed_of_theory(lab):
-    report = check(lab)
+    try:
+        report = check(lab, attempts=5)
+    except LabError as error:
+        if "not to be trusted" in str(error):  # other machines took the processors: says nothing about the network
+            pytest.skip(str(error))
+        raise
     assert [figure.name for figure in report.figures] == ["4 MB one way", "4 MB all-reduce over 2 hosts"]
     assert not report.wrong
     assert 0 < report.latency_s < 0.01
