@@ -57,9 +57,9 @@ class PipelineModule(compat.PipelineModuleBase):
                               f"where the module is built, but only the {BLOCK} block is known there; name the whole ds_config")
         if num_stages is not None or topology is not None:
             P = topology.get_dim("pipe") if topology is not None else num_stages
-            D = topology.get_dim("data") if topology is not None else None
+            D, T = (topology.get_dim("data"), topology.get_dim("model") or 1) if topology is not None else (None, None)
             # the engine, which has the whole config, checks again
-            fold.check(P, None if block_only else micro_batches_of(ds_config, D), len(layers), D)
+            fold.check(P, None if block_only else micro_batches_of(ds_config, D), len(layers), D, T)
         self._take_config(ds_config, fold, len(layers), kwargs.get("activation_checkpoint_interval") or 0)
         super().__init__(layers, num_stages, topology, *args, **kwargs)
         self._get_ready()
@@ -104,8 +104,7 @@ class PipelineModule(compat.PipelineModuleBase):
                         f"{fold.partition!r}, but the PipelineModule was built before this was known and cannot be built again: "
                         f"{reason} (rank {rank}). Name the config before the module is built: --deepspeed_config FILE on the "
                         f"command line, DS_FOLD_CONFIG=FILE in the environment, or ds_fold.install(config=...)")
-        D = self.grid.get_data_parallel_world_size()
-        fold.check(self.num_stages, micro_batches_of(ds_config, D) if again else None, len(self.layer_specs), D)
+        self._check(fold, micro_batches_of(ds_config, self.grid.get_data_parallel_world_size()) if again else None)
         self._take_config(ds_config, fold, len(self.layer_specs), self.activation_checkpoint_interval)
         if again:
             with construction.again():
@@ -131,6 +130,10 @@ class PipelineModule(compat.PipelineModuleBase):
 
     # placement ------------------------------------------------------------------------------------------------------------
 
+    def _check(self, fold: FoldConfig, M: Optional[int] = None) -> None:
+        fold.check(self.num_stages, M, len(self.layer_specs), self.grid.get_data_parallel_world_size(),
+                   self.grid.get_slice_parallel_world_size())
+
     @property
     def num_segments(self) -> int:
         """v."""
@@ -139,7 +142,7 @@ class PipelineModule(compat.PipelineModuleBase):
     def place_layers(self, method: Union[str, Sequence[int]]) -> List[int]:
         """Cuts ``[0, ..., layers]`` of the v*P chunks, in model order. Raises ConfigError where no such cut exists."""
         chunks = self.num_segments * self.num_stages
-        self.fold.check(self.num_stages, layers=len(self.layer_specs), D=self.grid.get_data_parallel_world_size())
+        self._check(self.fold)
         method = method if self.fold.partition is None else self.fold.partition
         cuts, summary = None, ""
         if self.fold.objective is None:

@@ -186,12 +186,13 @@ def test_a_planned_config_trains_exactly_where_it_was_planned_for_and_nowhere_el
     assert P == 2
 
     def job():
-        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
         from models import make_layers
 
         import ds_fold
         refused = []
-        for layout in ({"num_stages": 1}, {"topology": PipeDataParallelTopology(num_pp=1, num_dp=2)}):
+        for layout in ({"num_stages": 1}, {"topology": PipeDataParallelTopology(num_pp=1, num_dp=2)},
+                       {"topology": PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)}):
             try:
                 ds_fold.PipelineModule(make_layers(6), config=planned, **layout)
             except ds_fold.ConfigError as error:
@@ -202,8 +203,9 @@ def test_a_planned_config_trains_exactly_where_it_was_planned_for_and_nowhere_el
         assert ours[1] == pytest.approx(alone[1], rel=1e-6)
         difference, size = largest_difference(ours[0], alone[0])
         assert difference <= 1e-6 * size
-        assert len(refused) == 2 and all("ds_fold.plan was made for P=2 pipeline ranks x D=1 replicas, but there are P=1" in message
+        assert len(refused) == 3 and all("ds_fold.plan was made for P=2 pipeline ranks x D=1 replicas, but there are P=1" in message
                                          and "launch 2 ranks with num_stages=2" in message for message in refused)
+        assert "P=1 pipeline ranks x D=1 replicas x T=2 tensor-parallel" in refused[2]
     with pytest.raises(ConfigError, match="x D=1 replicas, but there are P=2 pipeline ranks x D=3 replicas"):
         fold_config(planned).check(P, D=3)
     with pytest.raises(ConfigError, match="x D=1 replicas, but there are P=2 pipeline ranks x D=1 replicas x T=2 tensor-parallel"):
